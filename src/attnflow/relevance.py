@@ -1,0 +1,201 @@
+"""The answer: `Relevance`, scores of the input tokens with the recipe that made them; and how files are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PICTURES = (".png", ".svg", ".pdf")
+DATA = (".npz", ".json")
+_FORMAT = "attnflow-relevance-1"
+
+
+class Scored(NamedTuple):
+    """One input token with its score."""
+
+    position: int
+    token: str
+    score: float
+
+
+@dataclass(frozen=True, eq=False)
+class Relevance:
+    """How much each input token mattered to each query, as one method sees it.
+
+    scores: float64 (query, token), or (layer, query, token) where every layer was asked for. Values are the
+    method's own, unnormalised: a rollout row sums to 1, a flow is the value of a maximum flow in units of capacity.
+    tokens, roles: the input positions (columns). queries, query_tokens: positions and labels of the rows.
+    layers: which layers' queries the scores explain, counted from 0 at the input; one for (query, token) scores.
+    grid: (rows, columns) of the patches among the tokens, or None.
+    recipe: method, settings, model, versions and checks: what is needed to make the scores again.
+    """
+
+    scores: NDArray[np.float64]
+    tokens: tuple[str, ...]
+    roles: tuple[str, ...]
+    queries: tuple[int, ...]
+    query_tokens: tuple[str, ...]
+    layers: tuple[int, ...]
+    grid: tuple[int, int] | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        expected = (len(self.queries), len(self.tokens))
+        if self.scores.ndim == 3:
+            expected = (len(self.layers), *expected)
+        if self.scores.shape != expected or len(self.roles) != len(self.tokens):
+            raise ValueError(
+                f"scores of shape {self.scores.shape} do not fit {len(self.layers)} layers, {len(self.queries)} "
+                f"queries, {len(self.tokens)} tokens and {len(self.roles)} roles"
+            )
+
+    def __repr__(self) -> str:
+        axes = "layer, query, token" if self.scores.ndim == 3 else "query, token"
+        return f"<Relevance by {self.recipe.get('method', 'unknown')}: scores ({axes}) {self.scores.shape}>"
+
+    @property
+    def every_layer(self) -> NDArray[np.float64]:
+        """The scores as (layer, query, token), also where one layer was asked for."""
+        return self.scores if self.scores.ndim == 3 else self.scores[None]
+
+    @property
+    def row(self) -> NDArray[np.float64]:
+        """One score per token (token,): of the topmost layer, the mean over queries where there are several."""
+        return self.every_layer[-1].mean(axis=0)
+
+    def top(self, k: int = 5) -> list[Scored]:
+        """The `k` input tokens with the highest scores in `row`, best first; ties keep the order of the input."""
+        order = np.argsort(-self.row, kind="stable")[: max(k, 0)]
+        return [Scored(int(i), self.tokens[i], float(self.row[i])) for i in order]
+
+    def normalized(self) -> Relevance:
+        """The same with every row divided by its sum; rows of zeros stay zeros. For display, not for comparison."""
+        total = self.scores.sum(axis=-1, keepdims=True)
+        scores = np.divide(self.scores, total, out=np.zeros_like(self.scores), where=total != 0)
+        return replace(self, scores=scores, recipe={**self.recipe, "scaling": "each row divided by its sum"})
+
+    def show(self) -> None:
+        """Print the tokens coloured by `row`, and the layer x token table."""
+        from attnflow.show.terminal import show
+
+        show(self)
+
+    def _repr_html_(self) -> str:
+        from attnflow.show.notebook import html
+
+        return html(self)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write to `path`, whole or not at all: data (.npz, .json) or a picture (.png, .svg, .pdf) by its suffix.
+
+        Raises ValueError for any other suffix.
+        """
+        path = Path(path)
+        suffix = path.suffix.lower()
+        if suffix in PICTURES:
+            from attnflow.show.plots import picture, save_figure
+
+            return save_figure(picture(self), path)
+        if suffix not in DATA:
+            raise ValueError(f"cannot write {path.name!r}: the suffix must be one of {', '.join(DATA + PICTURES)}")
+        header = json.dumps(self.as_dict(with_scores=suffix == ".json"), ensure_ascii=False, allow_nan=False)
+        if suffix == ".json":
+            return write_whole(path, lambda file: file.write(header.encode()))
+        return write_whole(
+            path, lambda file: np.savez_compressed(file, scores=self.scores, header=np.array(header))
+        )
+
+    def as_dict(self, *, with_scores: bool = True) -> dict[str, Any]:
+        """Everything as plain lists, numbers and strings, ready for JSON."""
+        result: dict[str, Any] = {"format": _FORMAT, "recipe": dict(self.recipe)}
+        for name in ("tokens", "roles", "queries", "query_tokens", "layers"):
+            result[name] = list(getattr(self, name))
+        result["grid"] = list(self.grid) if self.grid else None
+        if with_scores:
+            result["scores"] = self.scores.tolist()
+        return result
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Relevance:
+        """Read what `save` wrote to .npz or .json; never unpickles.
+
+        Raises ValueError if the file is not such a file, FileNotFoundError if there is none.
+        """
+        path = Path(path)
+        try:
+            if path.suffix.lower() == ".npz":
+                with np.load(path, allow_pickle=False) as file:
+                    content = json.loads(str(file["header"])) | {"scores": file["scores"]}
+            else:
+                content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != _FORMAT:
+                raise ValueError(f"format {content['format']!r}")
+            return cls(
+                scores=np.asarray(content["scores"], dtype=np.float64),
+                tokens=tuple(content["tokens"]),
+                roles=tuple(content["roles"]),
+                queries=tuple(content["queries"]),
+                query_tokens=tuple(content["query_tokens"]),
+                layers=tuple(content["layers"]),
+                grid=tuple(content["grid"]) if content["grid"] else None,
+                recipe=content["recipe"],
+            )
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{path} does not hold a relevance that attnflow saved ({error})") from error
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
+    """Write a file whole or not at all: into a temporary file beside it, then renamed over it."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def query_positions(query: int | str | Sequence[int] | None, labels: Sequence[str]) -> tuple[int, ...]:
+    """The positions that `query` names among the query `labels`.
+
+    An index (negative from the end), several, a label that occurs once ("[CLS]"), or None or "all" for every one.
+
+    Raises ValueError for a position out of range, or a label that is absent or occurs more than once.
+    """
+    count = len(labels)
+    if query is None or (isinstance(query, str) and query == "all" and "all" not in labels):
+        return tuple(range(count))
+    if isinstance(query, str):
+        found = [position for position, label in enumerate(labels) if label == query]
+        if len(found) == 1:
+            return (found[0],)
+        if found:
+            raise ValueError(f"the token {query!r} occurs at {found}: give one of these positions as the query")
+        shown = " ".join(labels[:20]) + (" ..." if count > 20 else "")
+        raise ValueError(f"no token is {query!r}; the tokens are: {shown}")
+    wanted = [query] if isinstance(query, int | np.integer) else list(query)
+    if not wanted:
+        raise ValueError("the list of queries is empty; give at least one position, or None for all")
+    for position in wanted:
+        if not -count <= position < count:
+            raise ValueError(f"query {position} is out of range: there are {count} queries, 0 to {count - 1}")
+    return tuple(int(position) % count for position in wanted)

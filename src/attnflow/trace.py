@@ -1,0 +1,213 @@
+"""What one forward pass attended to: `Trace`, and the two kinds of layer it is made of.
+
+Positions are counted from 0, and so are layers: layer 0 is the one nearest the input. Negative layers count from
+the top. Arrays are ordered (layer, head, query, key).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+if TYPE_CHECKING:
+    import torch
+
+Role: TypeAlias = Literal["text", "special", "prefix", "patch"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """The arguments of one attention call, kept instead of its weights: memory grows with n, not with n squared.
+
+    The weights are softmax(scale * q k^T + mask), head by head, computed on the device of `q` when asked for.
+
+    Shapes: q (head, query, dim); k, v (head, key, dim), where fewer key heads than query heads mean grouped-query
+    attention; mask broadcastable to (head, query, key), True where attention is allowed if boolean, else added to
+    the logits. `causal` lets query i see keys 0 to i.
+    """
+
+    name: str
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    mask: torch.Tensor | None = None
+    causal: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(head, query, key)."""
+        return self.q.shape[0], self.q.shape[1], self.k.shape[1]
+
+    def attention(self) -> torch.Tensor:
+        """The attention weights (head, query, key), in float32 or better; rows sum to 1."""
+        import torch
+
+        precision = torch.promote_types(self.q.dtype, torch.float32)
+        k = self.k.to(precision).repeat_interleave(self.q.shape[0] // self.k.shape[0], dim=0)
+        logits = self.q.to(precision) @ k.mT * self.scale
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            logits = logits.masked_fill(~self.mask, float("-inf"))
+        elif self.mask is not None:
+            logits = logits + self.mask
+        if self.causal:
+            visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+            logits = logits.masked_fill(~visible, float("-inf"))
+        return logits.softmax(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWeights:
+    """Ready attention weights (head, query, key) of one layer, as a model or somebody else computed them."""
+
+    name: str
+    weights: torch.Tensor
+    causal: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(head, query, key)."""
+        head, query, key = self.weights.shape
+        return head, query, key
+
+    def attention(self) -> torch.Tensor:
+        """The attention weights (head, query, key) as they were given."""
+        return self.weights
+
+
+Layer: TypeAlias = AttentionCall | AttentionWeights
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What one forward pass attended to, for one example with its padding removed.
+
+    layers: layer 0 nearest the input. Each layer's keys are the queries of the layer below.
+    tokens: a label for every input position; roles: what each is ("text", "special", "prefix", "patch").
+    grid: (rows, columns) of the patches, which follow the prefix tokens; None for text.
+    output: what the model returned, for the whole batch. model: facts for the recipe (class, versions).
+
+    Raises ValueError if a layer does not fit the one below it, or labels do not fit the input.
+    """
+
+    layers: tuple[Layer, ...]
+    tokens: tuple[str, ...]
+    roles: tuple[Role, ...]
+    grid: tuple[int, int] | None = None
+    output: Any = None
+    model: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("a trace needs at least one layer of attention; none was given")
+        for number, layer in enumerate(self.layers):
+            if 0 in layer.shape:
+                raise ValueError(f"layer {number} is empty: (head, query, key) is {layer.shape}")
+        for number, (below, above) in enumerate(zip(self.layers, self.layers[1:], strict=False), start=1):
+            if above.shape[2] != below.shape[1]:
+                raise ValueError(
+                    f"layer {number} attends to {above.shape[2]} keys, but layer {number - 1} below it has "
+                    f"{below.shape[1]} queries; give the layers in order, the one nearest the input first"
+                )
+        inputs = self.layers[0].shape[2]
+        for label, values in (("tokens", self.tokens), ("roles", self.roles)):
+            if len(values) != inputs:
+                raise ValueError(f"{len(values)} {label} were given for {inputs} input positions")
+        unknown = set(self.roles) - set(ROLES)
+        if unknown:
+            raise ValueError(f"unknown roles {sorted(unknown)}; a role is one of {', '.join(ROLES)}")
+        if self.grid is not None and self.grid[0] * self.grid[1] != self.roles.count("patch"):
+            raise ValueError(f"a grid of {self.grid} does not hold {self.roles.count('patch')} patches")
+
+    def __repr__(self) -> str:
+        heads, queries, keys = self.layers[-1].shape
+        place = f", grid {self.grid[0]}x{self.grid[1]}" if self.grid else ""
+        return f"<Trace: {len(self.layers)} layers, {heads} heads, {queries} queries, {keys} keys{place}>"
+
+    @property
+    def readout(self) -> int | None:
+        """The query whose output is explained unless another is asked for.
+
+        The last position where every layer is causal, the first where it is a special or prefix token ([CLS]);
+        None where neither holds, as in models that average their outputs.
+        """
+        if all(layer.causal for layer in self.layers):
+            return len(self.tokens) - 1
+        return 0 if self.roles[0] in ("special", "prefix") else None
+
+    @classmethod
+    def from_arrays(
+        cls,
+        attention: Any,
+        *,
+        tokens: Sequence[str] | None = None,
+        roles: Sequence[Role] | None = None,
+        grid: tuple[int, int] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Trace:
+        """A trace from attention that somebody else computed.
+
+        attention: one array (layer, head, query, key) or (layer, query, key), or a sequence with one array per
+        layer: (head, query, key) or (query, key), not necessarily square. A batch axis of size 1 is dropped, so
+        that the `attentions` of a Hugging Face model can be given as they are. numpy arrays or torch tensors.
+        tokens: labels of the input positions ("0", "1", ... if absent). roles: "text" if absent.
+
+        Raises ValueError for a wrong rank, a batch of several examples, or layers that do not fit together.
+        """
+        layers = layer_arrays(attention)
+        labels = names or [f"layer {number}" for number in range(len(layers))]
+        inputs = layers[0].shape[2] if layers else 0
+        return cls(
+            layers=tuple(
+                AttentionWeights(name, layer, causal=_is_causal(layer))
+                for name, layer in zip(labels, layers, strict=True)
+            ),
+            tokens=tuple(tokens) if tokens is not None else tuple(str(position) for position in range(inputs)),
+            roles=tuple(roles) if roles is not None else ("text",) * inputs,
+            grid=grid,
+        )
+
+
+def layer_arrays(attention: Any) -> list[torch.Tensor]:
+    """One tensor (head, query, key) per layer from any of the layouts that `Trace.from_arrays` takes."""
+    import numpy as np
+    import torch
+
+    def tensor(array: Any) -> torch.Tensor:
+        if not isinstance(array, torch.Tensor):
+            array = np.asarray(array)
+            if array.dtype.kind not in "fiu":
+                raise ValueError(f"attention must be an array of numbers; one of type {array.dtype} was given")
+            array = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
+        array = array.detach()
+        return array if array.is_floating_point() else array.double()
+
+    if isinstance(attention, Mapping):
+        raise ValueError(f"attention must be an array or a list of layers; a {type(attention).__name__} was given")
+    stacked = hasattr(attention, "ndim")
+    if stacked and attention.ndim not in (3, 4, 5):
+        raise ValueError(
+            f"attention of shape {tuple(attention.shape)} has {attention.ndim} axes; expected (layer, head, query, "
+            "key), (layer, query, key), or a list with one array per layer"
+        )
+    layers = [tensor(layer) for layer in attention]
+    for number, layer in enumerate(layers):
+        if layer.ndim == 4 and layer.shape[0] != 1:
+            raise ValueError(
+                f"layer {number} has shape {tuple(layer.shape)}: a batch of {layer.shape[0]} examples; "
+                "choose one, for instance [layer[0] for layer in attention]"
+            )
+        if layer.ndim not in (2, 3, 4):
+            raise ValueError(
+                f"layer {number} has shape {tuple(layer.shape)}; expected (head, query, key) or (query, key)"
+            )
+        layers[number] = layer[0] if layer.ndim == 4 else layer[None] if layer.ndim == 2 else layer
+    return layers
+
+
+def _is_causal(layer: torch.Tensor) -> bool:
+    """Whether a square layer of more than one position never looks ahead."""
+    _, queries, keys = layer.shape
+    return queries == keys > 1 and not bool(layer.triu(1).any())
