@@ -82,6 +82,10 @@ class Relevance:
         scores = np.divide(self.scores, total, out=np.zeros_like(self.scores), where=total != 0)
         return replace(self, scores=scores, recipe={**self.recipe, "scaling": "each row divided by its sum"})
 
+    def with_checks(self, checks: Mapping[str, Any]) -> Relevance:
+        """The same with facts about how far the scores can be trusted in the recipe."""
+        return replace(self, recipe={**self.recipe, "checks": {**self.recipe.get("checks", {}), **checks}})
+
     def show(self) -> None:
         """Print the tokens coloured by `row`, and the layer x token table."""
         from attnflow.show.terminal import show
@@ -109,9 +113,7 @@ class Relevance:
         header = json.dumps(self.as_dict(with_scores=suffix == ".json"), ensure_ascii=False, allow_nan=False)
         if suffix == ".json":
             return write_whole(path, lambda file: file.write(header.encode()))
-        return write_whole(
-            path, lambda file: np.savez_compressed(file, scores=self.scores, header=np.array(header))
-        )
+        return write_whole(path, lambda file: np.savez_compressed(file, scores=self.scores, header=np.array(header)))
 
     def as_dict(self, *, with_scores: bool = True) -> dict[str, Any]:
         """Everything as plain lists, numbers and strings, ready for JSON."""

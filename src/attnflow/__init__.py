@@ -1,0 +1,41 @@
+"""attnflow: attention rollout, attention flow and their kin, for any Transformer.
+
+    trace = attnflow.capture(model, inputs, tokenizer=tokenizer)
+    attnflow.rollout(trace).show()
+    attnflow.flow(trace, query="[CLS]").top(5)
+
+Names load on first use: importing attnflow loads neither torch nor numba.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnflow.capturing import capture
+    from attnflow.capturing.arrays import load
+    from attnflow.methods import METHODS, flow, raw, rollout
+    from attnflow.relevance import Relevance
+    from attnflow.trace import Trace
+
+__all__ = ["METHODS", "Relevance", "Trace", "capture", "flow", "load", "raw", "rollout"]
+
+_HOME = {
+    "METHODS": "attnflow.methods",
+    "Relevance": "attnflow.relevance",
+    "Trace": "attnflow.trace",
+    "capture": "attnflow.capturing",
+    "flow": "attnflow.methods",
+    "load": "attnflow.capturing.arrays",
+    "raw": "attnflow.methods",
+    "rollout": "attnflow.methods",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'attnflow' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,91 @@
+"""From a recorded batch to its examples: which positions are padding, and each example's own calls without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnflow.capturing.sdpa import HIDDEN, RecordedCall, Recording
+from attnflow.trace import AttentionCall
+
+
+def one_stack(recording: Recording, model: torch.nn.Module) -> tuple[int, int]:
+    """The batch size and the number of tokens that all calls share; ValueError if they share none."""
+    extents = list(dict.fromkeys(call.extent for call in recording.calls))
+    batch, queries, keys = extents[0]
+    if len(extents) > 1 or queries != keys:
+        shown = ", ".join(f"{b} x {q} x {k}" for b, q, k in extents[:4]) + (", ..." if len(extents) > 4 else "")
+        raise ValueError(
+            f"the attention calls of {type(model).__name__} are not one stack of square layers; (batch x query x key) "
+            f"is {shown}: windows, pooling by attention, cross-attention or several towers, which capture does not "
+            "place yet; capture one tower (for instance model.vision_model)"
+        )
+    return batch, queries
+
+
+def kept(recording: Recording, attention_mask: Any) -> torch.Tensor:
+    """(batch, token), True where a token is no padding."""
+    batch, count, _ = recording.calls[0].extent
+    device = recording.calls[0].q.device
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (batch, count):
+        return attention_mask.to(device) != 0
+    visible = torch.zeros(batch, count, dtype=torch.bool, device=device)
+    for call in recording.calls:
+        visible |= True if call.mask is None else _allowed(call.mask).any(1).any(1)
+    return visible
+
+
+def split(recording: Recording, keep: torch.Tensor) -> list[tuple[AttentionCall, ...]]:
+    """The calls of each example among its kept positions; `keep` is (batch, token).
+
+    Layers that share a mask tensor share the reduced mask too, so that memory grows with n, not with n squared.
+    Raises ValueError for an example that is all padding, and for a call that lets a token attend to padding.
+    """
+    return [_example(recording.calls, index, keep[index]) for index in range(len(keep))]
+
+
+def _example(calls: list[RecordedCall], index: int, keep: torch.Tensor) -> tuple[AttentionCall, ...]:
+    if not keep.any():
+        raise ValueError(f"example {index} holds nothing but padding")
+    padded = not bool(keep.all())
+    reduced: dict[Any, tuple[torch.Tensor | None, bool]] = {}
+    layers: list[AttentionCall] = []
+    for call in calls:
+        key = call.causal if call.mask is None else (call.mask.data_ptr(), call.mask.shape, call.mask.stride())
+        if key not in reduced:
+            reduced[key] = _reduced_mask(call, index, keep)
+        mask, causal = reduced[key]
+        q, k, v = (x[index][:, keep] if padded else x[index] for x in (call.q, call.k, call.v))
+        layers.append(AttentionCall(call.module, q, k, v, call.scale, mask, causal))
+    return tuple(layers)
+
+
+def _reduced_mask(call: RecordedCall, index: int, keep: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+    """(mask, causal) among the kept tokens of one example; a mask that hides nothing, or just the future, is None."""
+    if call.mask is None:
+        if not keep.all() and not (call.causal and keep.long().diff().le(0).all()):
+            raise ValueError(f"{call.module} attends to padding: the model was given no mask that hides it")
+        return None, call.causal
+    mask = call.mask.expand(call.q.shape[0], -1, -1, -1)[index]
+    if _allowed(mask).expand(-1, len(keep), -1)[:, keep][..., ~keep].any():
+        raise ValueError(f"{call.module} attends to padding: its mask shows what attention_mask says is padding")
+    mask = mask[..., keep]
+    if mask.shape[1] > 1:
+        mask = mask[:, keep]
+    allowed = _allowed(mask)
+    if mask.dtype != torch.bool:
+        if bool((allowed & (mask != 0)).any()):
+            return mask, False
+        mask = allowed
+    if mask.all():
+        return None, False
+    count = mask.shape[-1]
+    past = torch.ones(count, count, dtype=torch.bool, device=mask.device).tril()
+    if count > 1 and mask.shape[1] == count and bool((mask == past).all()):
+        return None, True
+    return mask, False
+
+
+def _allowed(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype == torch.bool else mask > HIDDEN

