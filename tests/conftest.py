@@ -36,9 +36,9 @@ def minilm_eager():
     """The same weights with eager attention, which returns what it attended to."""
     import transformers
 
-    from attnflow.capturing import huggingface
+    from attnflow.capturing import demo
 
-    return transformers.AutoModel.from_pretrained(huggingface.demo_folder(), attn_implementation="eager").eval()
+    return transformers.AutoModel.from_pretrained(demo.text_folder(), attn_implementation="eager").eval()
 
 
 @pytest.fixture(scope="session")

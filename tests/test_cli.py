@@ -1,0 +1,254 @@
+"""The command line: real runs, files by suffix, machine-readable output, and errors as Unix tools have them."""
+
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import attnflow
+from attnflow import cli
+from conftest import SENTENCE
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line in this process: (exit code, standard output, standard error)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attnflow", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def attention_file(tmp_path_factory):
+    weights = np.random.default_rng(0).random((3, 2, 5, 5))
+    path = tmp_path_factory.mktemp("attention") / "attention.npz"
+    np.savez(path, attention=weights / weights.sum(-1, keepdims=True), tokens=np.array(list("abcde")))
+    return path
+
+
+def width(path):
+    with Image.open(path) as image:
+        return image.width
+
+
+@pytest.mark.parametrize("method", attnflow.METHODS)
+def test_text_prints_every_token_and_layer(run, minilm_trace, method):
+    code, out, err = run("text", SENTENCE, "--method", method)
+    assert (code, err) == (0, "") or (method == "flow" and "no longer depend on the query" in err)
+    assert "\x1b" not in out
+    expected = attnflow.METHODS[method].function(minilm_trace, query=0, layer="all")
+    lines = out.splitlines()
+    for position, token in enumerate(minilm_trace.tokens):
+        numbers = [f"{score:.3f}" for score in expected.scores[:, 0, position]]
+        assert any(token in line and all(number in line for number in numbers) for line in lines), (token, numbers)
+
+
+def test_text_options_reach_the_library(run, minilm_trace):
+    options = ["--method", "rollout", "--query", "keys", "--layer", "3", "--start-layer", "1", "--head", "-2"]
+    code, out, _ = run("text", SENTENCE, *options, "--residual", "0.2", "--head-fusion", "max", "--json")
+    assert code == 0
+    expected = attnflow.rollout(
+        minilm_trace, query="keys", layer=3, start_layer=1, head=-2, residual=0.2, head_fusion="max"
+    )
+    assert json.loads(out) == json.loads(json.dumps(expected.as_dict()))
+
+
+@pytest.mark.parametrize(("query", "queries"), [("all", 12), ("-1", 1), ("[SEP]", 1)])
+def test_queries(run, query, queries):
+    _, out, _ = run("text", SENTENCE, "--query", query, "--json")
+    assert len(json.loads(out)["queries"]) == queries
+
+
+def test_text_from_standard_input(run, monkeypatch):
+    for arguments in (["text", "-"], ["text"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello there.\n"))
+        _, out, _ = run(*arguments, "--json")
+        assert json.loads(out)["tokens"] == ["[CLS]", "hello", "there", ".", "[SEP]"]
+
+
+@pytest.mark.parametrize("picture", ["map", "graph"])
+def test_files_by_suffix(run, tmp_path, picture):
+    names = ["a.png", "a.svg", "a.pdf", "a.json", "a.npz"]
+    outputs = [argument for name in names for argument in ("-o", tmp_path / name)]
+    code, _, err = run("text", SENTENCE, "--picture", picture, *outputs)
+    assert code == 0
+    assert [line.removeprefix(f"attnflow: wrote {tmp_path}/") for line in err.splitlines()] == names
+    assert width(tmp_path / "a.png") > 500
+    svg = (tmp_path / "a.svg").read_text()
+    assert all(f">{token}<" in svg for token in ("keys", "cabinet", "[CLS]"))
+    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
+    one, two = (attnflow.Relevance.load(tmp_path / name) for name in ("a.json", "a.npz"))
+    np.testing.assert_array_equal(one.scores, two.scores)
+
+
+def test_quiet_says_nothing_but_the_result(run, tmp_path):
+    code, out, err = run("text", SENTENCE, "--method", "flow", "-q", "-o", tmp_path / "a.json")
+    assert (code, err) == (0, "")
+    assert "cabinet" in out
+
+
+def test_image_draws_an_overlay(run, tmp_path, data):
+    photo = data / "images" / "gradcam_horses.jpg"
+    code, out, _ = run("image", photo, "-o", tmp_path / "overlay.png", "-o", tmp_path / "scores.npz")
+    assert (code, bool(out)) == (0, True)
+    relevance = attnflow.Relevance.load(tmp_path / "scores.npz")
+    assert relevance.grid == (13, 20)
+    assert relevance.roles.count("prefix") == 1
+    assert width(tmp_path / "overlay.png") > 500
+    code, out, _ = run("image", photo, "--size", "112x224", "--json")
+    assert json.loads(out)["grid"] == [8, 16]
+
+
+def test_image_takes_local_models(run, tmp_path, data):
+    import timm
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    photo = data / "images" / "gradcam_horses.jpg"
+    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    transformers.utils.logging.disable_progress_bar()
+    transformers.ViTModel(transformers.ViTConfig(**settings, image_size=32, patch_size=8)).save_pretrained(
+        tmp_path / "hf"
+    )
+    arguments = {"img_size": [32, 48], "embed_dim": 48, "num_heads": 4, "depth": 2}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **arguments)
+    (tmp_path / "timm").mkdir()
+    save_file(
+        {name: torch.Tensor(value) for name, value in model.state_dict().items()}, tmp_path / "timm/model.safetensors"
+    )
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "model_args": arguments}
+    config["pretrained_cfg"] = {"input_size": [3, 32, 48], "num_classes": 3, "classifier": "head"}
+    (tmp_path / "timm/config.json").write_text(json.dumps(config))
+    for folder, grid in (("hf", [4, 4]), ("timm", [2, 3])):
+        code, out, err = run("image", photo, "--model", tmp_path / folder, "--json")
+        assert (code, err) == (0, ""), err
+        assert json.loads(out)["grid"] == grid
+
+
+def test_array(run, attention_file):
+    code, out, _ = run("array", attention_file, "--json", "--method", "raw", "--layer", "1")
+    content = json.loads(out)
+    assert (code, content["tokens"], content["layers"]) == (0, list("abcde"), [1])
+    _, out, _ = run("array", attention_file, "--json")
+    assert json.loads(out)["recipe"]["settings"]["residual"] == 0.5
+
+
+def test_methods_lists_the_table(run):
+    _, out, _ = run("methods")
+    for name, method in attnflow.METHODS.items():
+        assert name in out
+        assert method.source in out
+    _, out, _ = run("methods", "--json")
+    assert [row["name"] for row in json.loads(out)] == list(attnflow.METHODS)
+
+
+def test_saturation_is_said_in_words(run):
+    _, _, err = run("text", SENTENCE * 6, "--query", "all", "--method", "flow", "--json")
+    assert "of these values no longer depend on the query" in err
+    _, _, err = run("text", SENTENCE * 6, "--query", "all", "--method", "flow", "--layer", "1", "--json")
+    assert err == ""
+
+
+def nan_file(folder):
+    path = folder / "nan.npy"
+    np.save(path, np.full((2, 3, 3), np.nan))
+    return path
+
+
+def text_file(folder):
+    path = folder / "notes.jpg"
+    path.write_text("not an image")
+    return path
+
+
+ERRORS = {
+    "empty text": (["text", " "], "the text is empty"),
+    "too long": (["text", "word " * 600], "the text has 602 tokens and the model takes 512"),
+    "unknown method": (
+        ["text", "Hi", "--method", "magic"],
+        "method 'magic' is unknown; choose one of raw, rollout, flow",
+    ),
+    "unknown option": (["text", "Hi", "--layr", "2"], "Unknown option: --layr"),
+    "missing argument": (["image"], "requires an argument"),
+    "no number": (["text", "Hi", "--head", "two"], "--head"),
+    "bad layer": (["text", "Hi", "--layer", "top"], "--layer takes a number"),
+    "layer out of range": (["text", "Hi", "--layer", "6"], "layer 6 is out of range: there are 6 layers"),
+    "unknown token": (["text", "Hi", "--query", "dog"], "no token is 'dog'; the tokens are: [CLS] hi [SEP]"),
+    "missing model": (["text", "Hi", "--model", "no/such-model"], "cannot load a text model from 'no/such-model'"),
+    "missing image": (["image", "absent.jpg"], "there is no image 'absent.jpg'"),
+    "not an image": (["image", text_file], "cannot be read as an image"),
+    "image size": (["image", text_file, "--size", "big"], "cannot be read as an image"),
+    "missing file": (["array", "absent.npz"], "there is no file 'absent.npz'"),
+    "nan": (["array", nan_file], "layer 0, head 0, query 0, key 0 is nan"),
+    "suffix": (["text", "Hi", "-o", "a.docx"], "cannot write 'a.docx'"),
+    "folder": (["text", "Hi", "-o", "absent/a.png"], "the folder absent does not exist"),
+    "device": (["text", "Hi", "--device", "abacus"], "abacus"),
+    "unknown command": (["txet", "Hi"], "txet"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_are_one_line_and_exit_2(run, tmp_path, case):
+    arguments, message = ERRORS[case]
+    code, out, err = run(*(argument(tmp_path) if callable(argument) else argument for argument in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith("attnflow: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["attnflow", "text", " ", "--debug"])
+    with pytest.raises(ValueError, match="the text is empty"):
+        cli.main()
+
+
+def test_missing_packages_are_named(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, _, err = run("text", "Hi")
+    assert code == 2
+    assert "pip install 'attnflow[hf]'" in err
+    monkeypatch.undo()
+
+
+def test_the_demo_package_is_named(run, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = run("image", next(iter(sys.path)), "--quiet")
+    assert code == 2
+    assert "image" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["text", "--help"], ["image", "--help"], ["array", "--help"], ["--version"]]
+)
+def test_help(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    assert out.strip()
+
+
+def test_a_process_of_its_own(attention_file):
+    command = [sys.executable, "-c", "from attnflow.cli import main; main()"]
+    done = subprocess.run([*command, "array", attention_file], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    wrong = subprocess.run([*command, "array", "absent.npz"], capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    closed = subprocess.run(
+        f"{sys.executable} -c 'from attnflow.cli import main; main()' array {attention_file} | head -1",
+        shell=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert closed.stderr == ""

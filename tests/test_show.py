@@ -1,0 +1,531 @@
+"""Relevance as text, HTML and pictures: every token literal, every number there, every patch at its place."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from PIL import Image
+from rich.cells import cell_len
+from rich.console import Console
+
+from attnflow.relevance import Relevance
+from attnflow.show import colour, wording
+from attnflow.show.notebook import html
+from attnflow.show.plots import attention_graph, layer_map, layer_maps, overlay, patch_map, picture, save_figure
+from attnflow.show.terminal import show
+
+HOSTILE = (
+    "[CLS]", "[bold]", "[/]", "$x^2$", "a$b", "\\alpha", "_{", "<b>hi</b>", "&amp;", '"><script>', "日本語",
+    "שלום", "مرحبا", "😀", "a\nb", "\x1b[31mred", "\u202eabc", "\ud800", "\x00", " the", "  ", "", "x" * 200,
+)  # fmt: skip
+
+
+def text_relevance(tokens=HOSTILE, layers=3, queries=(0,), method="rollout", seed=0):
+    scores = np.random.default_rng(seed).dirichlet(np.ones(len(tokens)), size=(layers, len(queries)))
+    return Relevance(
+        scores=scores,
+        tokens=tuple(tokens),
+        roles=("text",) * len(tokens),
+        queries=tuple(queries),
+        query_tokens=tuple(tokens[query] for query in queries),
+        layers=tuple(range(layers)),
+        recipe={"method": method, "settings": {"residual": 0.5, "head": None, "head_fusion": "mean"}},
+    )
+
+
+def image_relevance(grid=(3, 5), hot=(2, 1), prefix=2):
+    patches = np.full(grid, 0.01)
+    patches[hot] = 0.2
+    scores = np.concatenate([np.full(prefix, 0.3), patches.ravel()])[None]
+    return Relevance(
+        scores=scores,
+        tokens=(*(f"[P{number}]" for number in range(prefix)), *("·",) * patches.size),
+        roles=("prefix",) * prefix + ("patch",) * patches.size,
+        queries=(0,),
+        query_tokens=("[P0]",),
+        layers=(11,),
+        grid=grid,
+        recipe={"method": "flow"},
+    )
+
+
+def printed(relevance, width=80, colours=False):
+    file = io.StringIO()
+    system = "truecolor" if colours else None
+    show(relevance, console=Console(file=file, width=width, color_system=system, force_terminal=colours))
+    return file.getvalue()
+
+
+def drawn(figure):
+    """The pixels (row, column, RGB) of a figure, from 0 to 1."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=100)
+    return np.asarray(Image.open(file).convert("RGB")) / 255
+
+
+def svg_texts(path):
+    return [element.text or "" for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+
+
+class TestColour:
+    @pytest.mark.parametrize(("ramp", "sign"), [(colour.GROUND, 1), (colour.PAPER, -1)])
+    def test_lightness_is_ordered_and_colours_are_few_steps_apart(self, ramp, sign):
+        rgb = colour.colours(ramp, np.linspace(0, 1, 256))
+        luminance = rgb @ [0.2126, 0.7152, 0.0722]
+        assert (sign * np.diff(luminance) > 0).all()
+        assert np.abs(np.diff(rgb, axis=0)).max() < 0.03
+
+    @pytest.mark.parametrize("ramp", [colour.GROUND, colour.PAPER])
+    def test_ink_has_contrast_of_four_and_a_half_everywhere(self, ramp):
+        def luminance(rgb):
+            values = np.array(rgb) / 255
+            linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+            return linear @ [0.2126, 0.7152, 0.0722]
+
+        for share in np.linspace(0, 1, 101):
+            ground = colour.rgb(ramp, share)
+            light, dark = sorted((luminance(ground), luminance(colour.ink(ground))), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+    def test_scale_reaches_both_ends_and_survives_what_is_no_number(self):
+        ends = colour.scale(np.array([0.1, np.nan, 0.4]))
+        assert [ends.share(score) for score in (0.0, 0.1, 0.4, np.nan)] == [0.0, 0.5, 1.0, 0.0]
+        assert colour.scale(np.array([-1.0, 3.0])).share(1.0) == 0.5
+        assert colour.scale(np.zeros(3)).share(0.0) == 0.0
+
+    def test_one_patch_cannot_darken_all_others(self):
+        patches = np.linspace(0.5, 0.6, 200)
+        patches[7] = 9.0
+        ends = colour.patch_scale(patches)
+        assert ends.low == 0.5
+        assert ends.high == pytest.approx(0.6, abs=0.002)
+        assert ends.highest == 9.0
+        assert ends.share(9.0) == 1.0
+        assert colour.patch_scale(patches[:20]) == colour.Scale(0.5, 9.0)
+        lonely = np.where(np.arange(200) == 7, 1.0, 0.0)
+        assert colour.patch_scale(lonely) == colour.Scale(0.0, 1.0)
+
+    def test_what_lies_beyond_the_scale_is_told(self):
+        relevance = image_relevance(grid=(20, 20), hot=(4, 4))
+        scores = relevance.scores + np.arange(402) * 1e-4
+        relevance = Relevance(**{**vars(relevance), "scores": scores})
+        assert re.search(r"to 0\.\d+ and above\n.*\(4, 4\) 0\.2", printed(relevance))
+        assert "and above (bright)" in html(relevance)
+        assert overlay(relevance, np.zeros((9, 9))).axes[2].get_ylabel() == "highest 0.209"
+
+
+class TestWording:
+    def test_visible_escapes_what_a_terminal_or_a_file_would_obey(self):
+        assert wording.visible("a\nb\t\x1b[0m\u202e\u2028\ud800") == "a\\nb\\t\\x1b[0m\\u202e\\u2028\\ud800"
+        assert wording.visible("日本語 שלום é می‌خواهم") == "日本語 שלום é می‌خواهم"
+        assert wording.visible("  ") == "␣␣"
+
+    @pytest.mark.parametrize(("largest", "digits"), [(0.7, 3), (0.1, 3), (0.05, 4), (0.004, 5), (0, 3), (12, 3)])
+    def test_small_scores_get_more_decimals(self, largest, digits):
+        assert wording.decimals(np.array([0, largest])) == digits
+
+    def test_caption_tells_the_recipe(self):
+        assert wording.caption(text_relevance()) == (
+            "rollout, query [CLS] at 0, layers 0 to 2, residual 0.5, mean over heads"
+        )
+        assert "mean over 3 queries" in wording.caption(text_relevance(queries=(0, 1, 2)))
+
+
+class TestTerminal:
+    def test_plain_output_has_every_token_and_number_and_no_escapes(self):
+        relevance = text_relevance()
+        output = printed(relevance)
+        assert "\x1b" not in output
+        assert "\x00" not in output
+        assert "\u202e" not in output
+        flat = output.replace("\n", "")
+        for token in HOSTILE[:-1]:
+            assert wording.visible(token) in flat
+        assert flat.count("x") >= 200
+        for score in relevance.scores[:, 0].ravel():
+            assert f"{score:.3f}" in output
+
+    @pytest.mark.parametrize("width", [30, 80, 200])
+    @pytest.mark.parametrize("colours", [False, True])
+    def test_table_is_split_into_blocks_that_fit_and_lose_nothing(self, width, colours):
+        relevance = text_relevance(tokens=[f"word{number}" for number in range(60)], layers=24)
+        output = re.sub(r"\x1b\[[0-9;]*m", "", printed(relevance, width, colours))
+        *lines, _, _ = output.split("\n")  # the caption may be wider: terminals wrap it
+        assert max(cell_len(line) for line in lines) <= width
+        read = {}
+        for line in lines:
+            if re.match(r" +layer ", line):
+                layers = [int(number) for number in line.split()[1:]]
+            elif found := re.match(r" *(\d+) word(\d+) +((?:\d\.\d+ *)+)$", line):
+                assert found[1] == found[2]
+                for layer, score in zip(layers, found[3].split(), strict=True):
+                    assert (layer, int(found[1])) not in read
+                    read[layer, int(found[1])] = float(score)
+        assert len(read) == 24 * 60
+        for (layer, token), score in read.items():
+            assert score == pytest.approx(relevance.scores[layer, 0, token], abs=6e-4)
+
+    def test_one_layer_gives_one_column(self):
+        relevance = text_relevance(tokens=["a", "b"], layers=1)
+        assert re.search(r"layer +0 \n", printed(relevance))
+
+    def test_wide_characters_keep_columns_aligned(self):
+        lines = printed(text_relevance(tokens=["日本語", "ab", "é"])).split("\n")
+        widths = {cell_len(line) for line in lines[2:6]}
+        assert len(widths) == 1
+
+    def test_tokens_are_never_markup(self):
+        output = printed(text_relevance(tokens=["[bold red]x[/]", "[link=file:///]y"], layers=1), colours=True)
+        assert "[bold red]x[/]" in output
+        assert "[link=file:///]y" in output
+        assert "\x1b]8" not in output
+
+    def test_brightest_background_is_the_highest_score(self):
+        relevance = text_relevance(tokens=["low", "high"], layers=1)
+        scores = np.array([[[0.0, 1.0]]])
+        output = printed(Relevance(**{**vars(relevance), "scores": scores}), colours=True)
+        background = dict(re.findall(r"48;2;([0-9;]+)m +(low|high) ", output))
+        assert {name: rgb for rgb, name in background.items()} == {
+            name: ";".join(map(str, colour.rgb(colour.GROUND, share))) for name, share in (("low", 0), ("high", 1))
+        }
+
+    def test_patches_are_a_map_with_the_hot_one_at_its_place(self):
+        lines = printed(image_relevance()).split("\n")
+        rows = [[int(number) for number in line.split()] for line in lines[:3]]
+        assert rows == [[0] * 5, [0] * 5, [0, 100, 0, 0, 0]]
+        assert "(2, 1) 0.200" in "".join(lines)
+        assert any(re.match(r" +0 \[P0\] +0.300", line) for line in lines)
+        assert "·" not in "".join(lines)
+
+    def test_coloured_patches_are_square_and_upright(self):
+        size = 48 // 5  # columns of a terminal to a patch
+        lines = printed(image_relevance(), colours=True).split("\n")
+        hot = ";".join(map(str, colour.rgb(colour.GROUND, 1)))
+        half = 2 * size + (size + 1) // 2  # a half row well inside the third row of patches
+        cells = re.findall(r"\x1b\[38;2;([0-9;]+?);48;2;([0-9;]+)m(▀+)", lines[half // 2])
+        colours = [cell[half % 2] for cell in cells for _ in cell[2]]
+        assert [index // size for index, value in enumerate(colours) if value == hot] == [1] * size
+
+    def test_wide_grids_lose_no_column_without_colour(self):
+        output = printed(image_relevance(grid=(2, 50), hot=(1, 49)), width=40)
+        assert sum(len(re.findall(r"^(?: {1,3}\d+)+$", line) and line.split()) for line in output.split("\n")) == 100
+
+    def test_through_a_pipe(self):
+        code = (
+            "import numpy as np; from attnflow.relevance import Relevance\n"
+            "Relevance(np.array([[0.25, 0.75]]), ('[red]', 'b'), ('text',) * 2, (0,), ('b',), (0,)).show()"
+        )
+        result = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], capture_output=True, check=True, encoding="utf-8"
+        )
+        assert "\x1b" not in result.stdout
+        assert "[red]" in result.stdout
+        assert "0.250" in result.stdout
+
+
+class Reader(HTMLParser):
+    """Collects tags, and the text and tooltips of spans."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.spans, self.titles, self.cells = set(), [], [], []
+        self.within = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.within = tag
+        if tag == "span":
+            self.spans.append("")
+            self.titles.append(dict(attrs)["title"])
+
+    def handle_endtag(self, tag):
+        self.within = ""
+
+    def handle_data(self, data):
+        if self.within == "span":
+            self.spans[-1] += data
+        elif self.within == "td":
+            self.cells.append(data)
+
+
+class TestNotebook:
+    def test_tokens_are_text_with_their_scores(self):
+        relevance = text_relevance()
+        read = Reader(html(relevance))
+        assert read.spans == [wording.visible(token) for token in HOSTILE]
+        assert read.tags == {"div", "span", "table", "thead", "tbody", "tr", "th", "td", "bdi"}
+        assert read.titles == [f"position {i}: {score:.3f}" for i, score in enumerate(relevance.row)]
+        assert read.cells == [f"{score:.3f}" for score in relevance.scores[::-1, 0].ravel()]
+
+    def test_one_layer_needs_no_table(self):
+        assert "table" not in Reader(html(text_relevance(layers=1))).tags
+
+    def test_nothing_is_fetched_or_run(self):
+        text = html(text_relevance(tokens=["a", "b"])) + html(image_relevance())
+        assert not re.search(r"<script|<link|src=|url\(|@import|href=", text)
+
+    def test_patches_are_rects_at_their_places(self):
+        text = html(image_relevance())
+        rects = re.findall(r'<rect x="(\d+)" y="(\d+)" [^>]*fill="(#\w+)"', text)
+        bright = "#" + bytes(colour.rgb(colour.GROUND, 1)).hex()
+        assert len(rects) == 15
+        assert [(x, y) for x, y, fill in rects if fill == bright] == [("1", "2")]
+        assert 'viewBox="0 0 5 3"' in text
+        assert Reader(text).spans == ["[P0]", "[P1]"]
+
+    def test_relevance_shows_itself(self):
+        relevance = text_relevance()
+        assert relevance._repr_html_() == html(relevance)
+
+
+class TestLayerMap:
+    def test_layer_0_is_at_the_foot_and_cells_hold_the_scores(self):
+        relevance = text_relevance(layers=4, queries=(1, 2))
+        (axes, _) = layer_map(relevance).axes
+        (mesh,) = axes.collections
+        np.testing.assert_array_equal(mesh.get_array(), relevance.scores.mean(1))
+        labels = {
+            label.get_text(): place for place, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        }
+        assert labels == {str(layer): layer for layer in range(4)}
+        assert axes.get_ylim()[0] < axes.get_ylim()[1]
+        assert [label.get_text() for label in axes.get_xticklabels()] == [wording.shortened(t) for t in HOSTILE]
+        assert axes.get_title(loc="left") == "rollout, mean over 2 queries"
+
+    @pytest.mark.parametrize("tokens", [8, 60])
+    def test_maps_share_one_scale(self, tokens):
+        names = [f"t{number}" for number in range(tokens)]
+        relevances = [text_relevance(names, method=method, seed=len(method)) for method in ("raw", "rollout", "flow")]
+        figure = layer_maps(relevances)
+        limits = {collection.get_clim() for axes in figure.axes[:3] for collection in axes.collections}
+        assert limits == {(0, max(relevance.scores.max() for relevance in relevances))}
+        assert len(figure.axes) == 4
+
+    def test_maps_of_different_inputs_are_refused(self):
+        with pytest.raises(ValueError, match="different tokens"):
+            layer_maps([text_relevance(["a"]), text_relevance(["b"])])
+        with pytest.raises(ValueError, match="at least one"):
+            layer_maps([])
+
+    @pytest.mark.parametrize("tokens", [1, 8, 60, 120])
+    def test_labels_do_not_overlap(self, tokens):
+        figure = layer_map(text_relevance([f"token{number}" for number in range(tokens)]))
+        figure.draw_without_rendering()
+        boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
+        assert len(boxes) == tokens
+        assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))
+        assert all(figure.bbox.y0 <= box.y0 and box.x1 <= figure.bbox.x1 for box in boxes)
+
+    def test_hundreds_of_tokens_stay_on_a_page_with_fewer_labels(self):
+        figure = layer_map(text_relevance([f"t{number}" for number in range(700)]))
+        assert figure.get_figwidth() < 30
+        labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+        assert len(labels) <= 120
+        assert labels[:2] == ["t0", "t6"]
+
+    @pytest.mark.parametrize("scores", [np.zeros((1, 1, 3)), np.full((1, 1, 3), np.nan), np.array([[[-1.0, 0, 2]]])])
+    def test_unusual_scores_are_drawn(self, scores):
+        drawn(layer_map(Relevance(**{**vars(text_relevance(["a", "b", "c"], layers=1)), "scores": scores})))
+
+
+def edges(axes):
+    """Panel edges as {(layer, query, token): (colour, opacity, width)}."""
+    (lines,) = axes.collections
+    return {
+        (int(x) - 1, int(query), int(token)): (tuple(rgba[:3]), rgba[3], width)
+        for ((x, query), (_, token)), rgba, width in zip(
+            lines.get_segments(), lines.get_colors(), lines.get_linewidths(), strict=True
+        )
+    }
+
+
+class TestGraph:
+    def test_edges_join_a_node_to_the_tokens_of_the_column_before(self):
+        weights = np.zeros((2, 3, 3))
+        weights[1, 2, 0], weights[0, 0, 1], weights[0, 1, 1] = 1.0, 0.5, 0.001
+        figure = attention_graph({"raw": weights}, ["a", "$b$", "c"])
+        (axes,) = figure.axes
+        found = edges(axes)
+        assert set(found) == {(1, 2, 0), (0, 0, 1)}
+        assert found[1, 2, 0][1:] > found[0, 0, 1][1:]
+        assert axes.get_ylim()[0] > axes.get_ylim()[1]
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "$b$", "c"]
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["input", "0", "1"]
+
+    def test_panels_share_one_scale(self):
+        figure = attention_graph({"a": np.full((1, 1, 1), 0.5), "b": np.ones((1, 1, 1))}, ["x"])
+        half, whole = (edges(axes)[0, 0, 0] for axes in figure.axes)
+        assert half[1] < whole[1]
+        assert half[2] < whole[2]
+
+    def test_query_is_drawn_in_a_second_colour_and_keeps_all_its_edges(self):
+        weights = np.random.default_rng(0).dirichlet(np.ones(60) * 9, size=(3, 60))
+        (axes,) = attention_graph({"flow": weights}, [str(n) for n in range(60)], query=-1).axes
+        colours = {key[1]: value[0] for key, value in edges(axes).items()}
+        assert colours[59] == to_rgb("#d55e00")
+        assert {value for query, value in colours.items() if query != 59} == {to_rgb("#1f4e79")}
+        counts = np.bincount([query for layer, query, _ in edges(axes) if layer == 0], minlength=60)
+        assert counts[59] == 60
+        assert set(counts[:59]) == {3}
+
+    def test_left_out_edges_are_the_weakest_of_their_node(self):
+        weights = np.random.default_rng(0).dirichlet(np.ones(30), size=(1, 30))
+        (axes,) = attention_graph({"raw": weights}, [str(n) for n in range(30)]).axes
+        for query in range(30):
+            kept = {token for _, q, token in edges(axes) if q == query}
+            assert kept == set(np.argsort(-weights[0, query])[:6])
+
+    @pytest.mark.parametrize(
+        ("panels", "query", "message"),
+        [
+            ({}, None, "no panel"),
+            ({"raw": np.ones((2, 3, 4))}, None, "shape"),
+            ({"raw": np.ones((1, 2, 2))}, 2, "out of range"),
+        ],
+    )
+    def test_bad_input(self, panels, query, message):
+        with pytest.raises(ValueError, match=message):
+            attention_graph(panels, ["a", "b"], query=query)
+
+
+class TestImages:
+    @pytest.mark.parametrize("size", [(64, 64), (300, 100), (90, 400), (5000, 2500)])
+    @pytest.mark.parametrize("grid", [(3, 5), (14, 14)])
+    def test_overlay_keeps_the_ratio_of_the_photograph(self, size, grid):
+        figure = overlay(image_relevance(grid), Image.new("RGB", size, "white"))
+        figure.draw_without_rendering()
+        for axes in figure.axes[:2]:
+            box = axes.get_window_extent()
+            assert box.width / box.height == pytest.approx(size[0] / size[1], rel=0.01)
+        photograph, patches = figure.axes[1].images
+        assert patches.get_extent() == photograph.get_extent()
+
+    @pytest.mark.parametrize("hot", [(0, 4), (2, 1), (1, 0)])
+    def test_hot_patch_is_at_its_place_in_the_overlay(self, hot):
+        figure = overlay(image_relevance(hot=hot), Image.new("RGB", (500, 300), "white"))
+        self.check_hot_patch(figure, figure.axes[1], hot)
+
+    @pytest.mark.parametrize("hot", [(0, 4), (2, 1), (1, 0)])
+    def test_hot_patch_is_at_its_place_in_the_map(self, hot):
+        figure = patch_map(image_relevance(hot=hot))
+        self.check_hot_patch(figure, figure.axes[0], hot)
+
+    def check_hot_patch(self, figure, axes, hot):
+        pixels = drawn(figure)
+        box = axes.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
+        top, bottom = (len(pixels) - round(100 * y) for y in (box.y1, box.y0))
+        panel = pixels[top + 2 : bottom - 2, round(100 * box.x0) + 2 : round(100 * box.x1) - 2]
+        brightness = panel @ np.array([0.2126, 0.7152, 0.0722])
+        rows, columns = np.nonzero(brightness > brightness.max() - 0.05)
+        assert int(rows.mean() / panel.shape[0] * 3) == hot[0]
+        assert int(columns.mean() / panel.shape[1] * 5) == hot[1]
+
+    @pytest.mark.parametrize(
+        "image",
+        [
+            np.zeros((40, 60)),
+            np.zeros((40, 60, 1), np.uint8),
+            np.ones((40, 60, 4)),
+            np.full((40, 60, 3), 65535, np.uint16),
+            Image.new("LA", (60, 40)),
+        ],
+    )
+    def test_images_of_every_kind(self, image):
+        shown = overlay(image_relevance(), image).axes[0].images[0].get_array()
+        assert shown.shape == (40, 60, 3)
+        assert shown.max() == (255 if np.max(np.asarray(image)) else 0)
+
+    @pytest.mark.parametrize("image", [np.zeros(5), np.zeros((2, 2, 7)), np.array([["a"]]), np.zeros((0, 4))])
+    def test_what_is_no_image(self, image):
+        with pytest.raises(ValueError, match="an image is"):
+            overlay(image_relevance(), image)
+
+    def test_text_has_no_patches(self):
+        with pytest.raises(ValueError, match="no grid"):
+            overlay(text_relevance(), np.zeros((4, 4)))
+
+    def test_equal_patches_are_drawn(self):
+        relevance = image_relevance()
+        flat = Relevance(**{**vars(relevance), "scores": np.full_like(relevance.scores, 0.1)})
+        drawn(overlay(flat, np.zeros((4, 4))))
+        drawn(patch_map(flat))
+
+    def test_picture_chooses(self):
+        assert len(picture(image_relevance(), np.zeros((4, 4))).axes) == 3
+        assert len(picture(image_relevance()).axes[0].images) == 1
+        assert picture(text_relevance()).axes[0].get_ylabel() == "layer"
+
+
+class TestSaving:
+    @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+    def test_files_are_the_same_whenever_they_are_made(self, tmp_path, suffix):
+        first, second = (save_figure(layer_map(text_relevance()), tmp_path / f"{n}{suffix}") for n in "ab")
+        assert first.read_bytes() == second.read_bytes()
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"a{suffix}", f"b{suffix}"]
+
+    def test_svg_holds_the_tokens_as_text(self, tmp_path):
+        relevance = text_relevance(queries=(3,))
+        texts = svg_texts(relevance.save(tmp_path / "map.svg"))
+        assert "rollout, query $x^2$ at 3" in texts
+        for token in HOSTILE:
+            if token:
+                assert wording.shortened(token) in texts
+        panels = {"raw": np.ones((1, len(HOSTILE), len(HOSTILE)))}
+        texts = svg_texts(save_figure(attention_graph(panels, HOSTILE, query=3), tmp_path / "graph.svg"))
+        assert "$x^2$" in texts
+        assert "query $x^2$ at 3" in " ".join(texts)
+
+    def test_png_has_200_dots_per_inch(self, tmp_path):
+        figure = layer_map(text_relevance(["a", "b"]))
+        with Image.open(save_figure(figure, tmp_path / "map.PNG")) as image:
+            assert image.width == pytest.approx(200 * figure.get_figwidth(), abs=1)
+
+    def test_a_failure_leaves_the_old_file(self, tmp_path, monkeypatch):
+        path = tmp_path / "map.svg"
+        path.write_text("old")
+        figure = layer_map(text_relevance(["a"]))
+
+        def fail(file, **settings):
+            file.write(b"half")
+            raise RuntimeError("no space")
+
+        monkeypatch.setattr(figure, "savefig", fail)
+        with pytest.raises(RuntimeError, match="no space"):
+            save_figure(figure, path)
+        assert path.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_other_suffixes_are_refused(self, tmp_path):
+        with pytest.raises(ValueError, match=r"\.png, \.svg, \.pdf"):
+            save_figure(layer_map(text_relevance(["a"])), tmp_path / "map.jpg")
+
+    def test_no_global_state_changes(self, tmp_path):
+        code = (
+            "import sys, matplotlib, numpy as np; before = matplotlib.rcParams.copy()\n"
+            "from attnflow.relevance import Relevance\n"
+            "Relevance(np.eye(2), ('a', 'b'), ('text',) * 2, (0, 1), ('a', 'b'), (0,)).save(sys.argv[1])\n"
+            "assert 'matplotlib.pyplot' not in sys.modules\n"
+            "assert matplotlib.rcParams.copy() == before\n"
+        )
+        subprocess.run([sys.executable, "-W", "error", "-c", code, tmp_path / "a.svg"], check=True)
+
+    def test_the_package_itself_loads_nothing_to_draw_with(self):
+        code = "import sys, attnflow.show; assert not {'matplotlib', 'rich', 'numpy'} & set(sys.modules)"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_users_text_settings_do_not_reach_tokens(tmp_path):
+    with matplotlib.rc_context({"text.parse_math": True, "svg.fonttype": "path"}):
+        assert "$x^2$" in svg_texts(text_relevance().save(tmp_path / "map.svg"))
