@@ -11,6 +11,7 @@ import attnflow
 import attnflow.methods
 import reference
 from attnflow import METHODS, Trace
+from families import FAMILIES
 
 
 def attention(*shape, seed=0):
@@ -120,6 +121,17 @@ def test_eager_and_fused_models_give_the_same_relevance(minilm, minilm_eager, mi
     for method in ("raw", "rollout", "flow"):
         function = getattr(attnflow, method)
         np.testing.assert_allclose(function(given).scores, function(minilm_trace).scores, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama_gqa", "mistral_sliding_window", "t5_encoder", "bert"])
+def test_tiles_add_up_to_the_whole(monkeypatch, family):
+    model, inputs, _ = FAMILIES[family]()
+    trace = attnflow.capture(model, inputs)[1]
+    settings = [{}, {"query": [5, 2]}, {"head_fusion": "max"}, {"head": 1, "layer": 1}, {"residual": 0}]
+    whole = [attnflow.rollout(trace, **one).scores for one in settings]
+    monkeypatch.setattr("attnflow.mixing.TILE", 70)  # two or three queries at a time
+    for one, expected in zip(settings, whole, strict=True):
+        np.testing.assert_allclose(attnflow.rollout(trace, **one).scores, expected, atol=1e-6)
 
 
 def test_a_causal_model_never_draws_on_the_future():

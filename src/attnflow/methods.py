@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from attnflow.mixing import HeadFusion, transition
+from attnflow.mixing import HeadFusion, Transition
 from attnflow.propagate import flow as _flow
 from attnflow.propagate import rollout as _rollout
 from attnflow.relevance import Relevance, query_positions
@@ -18,7 +18,7 @@ from attnflow.trace import Trace
 
 Query: TypeAlias = int | str | Sequence[int] | None
 LayerChoice: TypeAlias = int | Literal["all"]
-Carry: TypeAlias = Callable[[Any, Sequence[Any]], Any]
+Carry: TypeAlias = Callable[[Any, Sequence[Transition]], Any]
 
 
 def raw(
@@ -118,8 +118,8 @@ def flow(
     """
     checks: list[dict[str, Any]] = []
 
-    def carry(top: Any, below: Sequence[Any]) -> Any:
-        result = _flow.flow(top, below, progress=progress)
+    def carry(top: Any, below: Sequence[Transition]) -> Any:
+        result = _flow.flow(top, [transition.matrix() for transition in below], progress=progress)
         checks.append(result.checks())
         return result.values
 
@@ -184,11 +184,11 @@ def _explain(
     labels = _labels(trace, trace.layers[explained[0]].shape[1])
     queries = query_positions(query, labels)
 
-    def edges(number: int, head: int | None = None) -> Any:
-        return transition(trace.layers[number], number, head_fusion=head_fusion, residual=residual, head=head)
+    def edges(number: int, head: int | None = None) -> Transition:
+        return Transition(trace.layers[number], number, head_fusion, residual, head)
 
     below = [] if start_layer is None else [edges(number) for number in range(bottom, explained[-1])]
-    rows = [carry(edges(number, head)[list(queries)], below[: number - bottom]) for number in explained]
+    rows = [carry(edges(number, head).matrix(queries), below[: number - bottom]) for number in explained]
     scores = np.stack([np.asarray(row.cpu() if hasattr(row, "cpu") else row, dtype=np.float64) for row in rows])
     settings = {
         "query": list(queries) if len(queries) < len(labels) else "all",

@@ -1,8 +1,9 @@
-"""What an edge weighs: head fusion and the residual turn a trace into the transitions of the attention graph."""
+"""What an edge weighs: head fusion and the residual turn a layer of a trace into transitions of the attention graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from attnflow.trace import Layer
@@ -18,66 +19,93 @@ HEAD_FUSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "min": lambda attention: attention.amin(0),
 }
 
-# How far a row of attention may be from 1 before a residual beside it loses its meaning: half precision
-# attention strays by 1e-3.
+# How far a row of attention may be from 1 before a residual beside it loses its meaning: half precision strays by 1e-3.
 ROW_SUM_TOLERANCE = 5e-3
 
+# Attention weights (head, query, key) in one tile: 64 MB in double precision.
+TILE = 2**23
 
-def transition(
-    layer: Layer, number: int, *, head_fusion: HeadFusion = "mean", residual: float = 0.5, head: int | None = None
-) -> torch.Tensor:
-    """The edges (query, key) of one layer, float64, on the device of the layer.
+
+@dataclass(frozen=True, eq=False)
+class Transition:
+    """The edges (query, key) of one layer, float64, made tile by tile when they are asked for.
 
     (1 - residual) * W + residual * I, where W is the fusion over heads, or one head alone. With residual 0.5 and the
     mean this is A = 0.5 W_att + 0.5 I (Abnar & Zuidema 2020, section 3). The maximum or minimum over heads does not
     sum to 1, so before a residual is added its rows are divided by their sum; without one it stays as it is.
 
-    Raises ValueError for attention that is negative, not finite, or (with a residual) not square with rows that sum
-    to 1, and for an unknown fusion, head or residual. `number` is the layer's number, for these messages.
+    layer: from a trace; number: its number, for messages.
+
+    Raises ValueError for an unknown fusion, head or residual, for a residual on a layer that is not square; and when
+    the edges are made, for attention that is negative, not finite, or (with a residual) has rows that do not sum to 1.
     """
-    import torch
 
-    if head_fusion not in HEAD_FUSIONS:
-        raise ValueError(f"head_fusion {head_fusion!r} is unknown; choose one of {', '.join(HEAD_FUSIONS)}")
-    if not 0 <= residual <= 1:
-        raise ValueError(f"residual must lie between 0 and 1; it is {residual}")
-    heads, queries, keys = layer.shape
-    if head is not None and not -heads <= head < heads:
-        raise ValueError(f"head {head} is out of range: layer {number} has {heads} heads, 0 to {heads - 1}")
-    attention = layer.attention()
-    if attention.device.type != "mps":  # which has no float64
-        attention = attention.double()
-    _check_weights(attention, number)
-    fused = attention[head] if head is not None else HEAD_FUSIONS[head_fusion](attention)
-    if residual == 0:
-        return fused
-    if queries != keys:
-        raise ValueError(
-            f"layer {number} has {queries} queries and {keys} keys: a residual joins each query to the key at its "
-            "own place, so it needs as many of both; pass residual=0"
-        )
-    _check_rows(attention, number)
-    if head is None and head_fusion != "mean":
-        fused = fused / fused.sum(-1, keepdim=True).clamp_min(torch.finfo(fused.dtype).tiny)
-    return (1 - residual) * fused + residual * torch.eye(queries, dtype=fused.dtype, device=fused.device)
+    layer: Layer
+    number: int
+    head_fusion: HeadFusion = "mean"
+    residual: float = 0.5
+    head: int | None = None
 
+    def __post_init__(self) -> None:
+        heads, queries, keys = self.layer.shape
+        if self.head_fusion not in HEAD_FUSIONS:
+            raise ValueError(f"head_fusion {self.head_fusion!r} is unknown; choose one of {', '.join(HEAD_FUSIONS)}")
+        if not 0 <= self.residual <= 1:
+            raise ValueError(f"residual must lie between 0 and 1; it is {self.residual}")
+        if self.head is not None and not -heads <= self.head < heads:
+            raise ValueError(
+                f"head {self.head} is out of range: layer {self.number} has {heads} heads, 0 to {heads - 1}"
+            )
+        if self.residual and queries != keys:
+            raise ValueError(
+                f"layer {self.number} has {queries} queries and {keys} keys: a residual joins each query to the key at "
+                "its own place, so it needs as many of both; pass residual=0"
+            )
 
-def _check_weights(attention: torch.Tensor, number: int) -> None:
-    wrong = ~attention.isfinite() | (attention < 0)
-    if wrong.any():
-        head, query, key = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"attention must be finite and not negative; layer {number}, head {head}, query {query}, key {key} is "
-            f"{attention[head, query, key].item()}"
-        )
+    def matrix(self, queries: Sequence[int] | None = None) -> torch.Tensor:
+        """The edges (query, key) of all queries, or of those at the given positions."""
+        import torch
 
+        return torch.cat([rows for _, rows in self.tiles(queries)])
 
-def _check_rows(attention: torch.Tensor, number: int) -> None:
-    sums = attention.sum(-1)
-    wrong = (sums - 1).abs() > ROW_SUM_TOLERANCE
-    if wrong.any():
-        head, query = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"with a residual the rows of attention must sum to 1; layer {number}, head {head}, query {query} sums "
-            f"to {sums[head, query].item():.6g}; pass residual=0 to take the matrices as they are"
-        )
+    def tiles(self, queries: Sequence[int] | None = None) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """The same some queries at a time, with their positions, so that nothing of size (head, query, key) exists."""
+        heads, count, keys = self.layer.shape
+        step = max(1, TILE // (heads * keys))
+        wanted = list(range(count) if queries is None else queries)
+        for start in range(0, len(wanted), step):
+            yield wanted[start : start + step], self._rows(wanted[start : start + step])
+
+    def _rows(self, queries: list[int]) -> torch.Tensor:
+        import torch
+
+        attention = self.layer.attention(queries)
+        if attention.device.type != "mps":  # which has no float64
+            attention = attention.double()
+        self._check(attention, queries)
+        fused = attention[self.head] if self.head is not None else HEAD_FUSIONS[self.head_fusion](attention)
+        if not self.residual:
+            return fused
+        if self.head is None and self.head_fusion != "mean":
+            fused = fused / fused.sum(-1, keepdim=True).clamp_min(torch.finfo(fused.dtype).tiny)
+        mixed = (1 - self.residual) * fused
+        mixed[range(len(queries)), queries] += self.residual
+        return mixed
+
+    def _check(self, attention: torch.Tensor, queries: list[int]) -> None:
+        wrong = ~attention.isfinite() | (attention < 0)
+        if wrong.any():
+            head, query, key = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"attention must be finite and not negative; layer {self.number}, head {head}, query {queries[query]}, "
+                f"key {key} is {attention[head, query, key].item()}"
+            )
+        sums = attention.sum(-1)
+        wrong = (sums - 1).abs() > ROW_SUM_TOLERANCE
+        if self.residual and wrong.any():
+            head, query = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"with a residual the rows of attention must sum to 1; layer {self.number}, head {head}, query "
+                f"{queries[query]} sums to {sums[head, query].item():.6g}; pass residual=0 to take the matrices as "
+                "they are"
+            )

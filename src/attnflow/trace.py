@@ -41,20 +41,19 @@ class AttentionCall:
         """(head, query, key)."""
         return self.q.shape[0], self.q.shape[1], self.k.shape[1]
 
-    def attention(self) -> torch.Tensor:
-        """The attention weights (head, query, key), in float32 or better; rows sum to 1."""
+    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """The attention weights (head, query, key) of some queries, in float32 or better; rows sum to 1."""
         import torch
 
         precision = torch.promote_types(self.q.dtype, torch.float32)
         k = self.k.to(precision).repeat_interleave(self.q.shape[0] // self.k.shape[0], dim=0)
-        logits = self.q.to(precision) @ k.mT * self.scale
-        if self.mask is not None and self.mask.dtype == torch.bool:
-            logits = logits.masked_fill(~self.mask, float("-inf"))
-        elif self.mask is not None:
-            logits = logits + self.mask
+        logits = self.q[:, queries].to(precision) @ k.mT * self.scale
+        if self.mask is not None:
+            mask = self.mask[:, queries] if self.mask.shape[1] > 1 else self.mask
+            logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
         if self.causal:
-            visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-            logits = logits.masked_fill(~visible, float("-inf"))
+            query, key = (torch.arange(count, device=logits.device) for count in self.shape[1:])
+            logits = logits.masked_fill(key > query[queries][:, None], float("-inf"))
         return logits.softmax(-1)
 
 
@@ -72,9 +71,9 @@ class AttentionWeights:
         head, query, key = self.weights.shape
         return head, query, key
 
-    def attention(self) -> torch.Tensor:
-        """The attention weights (head, query, key) as they were given."""
-        return self.weights
+    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """The attention weights (head, query, key) of some queries, as they were given."""
+        return self.weights[:, queries]
 
 
 Layer: TypeAlias = AttentionCall | AttentionWeights

@@ -1,5 +1,5 @@
 """How edges are carried down to the input: raw (one layer), rollout (multiply and add), flow (maximum flow).
 
-All three take the rows (query, key) of the layer that is explained and the transitions (query, key) of the layers
-below it, layer 0 first, and return scores (query, input token).
+All take the edges (query, key) of the explained layer's queries, and what lies below it, layer 0 first; they return
+scores (query, input token).
 """
