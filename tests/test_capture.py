@@ -10,7 +10,7 @@ import transformers as hf
 from torch.overrides import _len_torch_function_stack
 
 from attnflow import capture
-from attnflow.capturing.sdpa import record
+from attnflow.capturing.recorder import record
 from families import FAMILIES, IDS, SMALL, TEXT, images
 
 
@@ -75,7 +75,11 @@ def test_layers_come_in_forward_order_with_module_names(family):
     assert all(name in modules for name in names)
     numbers = [int(re.findall(r"\d+", name)[0]) for name in names if re.search(r"\d", name)]
     assert numbers == sorted(numbers)
-    if family not in ("albert", "hand_written"):  # shared layers; calls made by the model itself
+    if family not in (
+        "albert",
+        "hand_written",
+        "hand_written_softmax",
+    ):  # shared layers; calls made by the model itself
         assert numbers == [0, 1, 2]
 
 
@@ -114,7 +118,21 @@ def test_causal_models_need_no_mask_and_read_out_last():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "llama_gqa", "mistral_sliding_window", "t5_encoder"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "bert",
+        "bert_eager",
+        "deberta_v2",
+        "gemma2_soft_capping",
+        "gpt2",
+        "llama_gqa",
+        "mistral_sliding_window",
+        "modernbert_sliding_window",
+        "roberta",
+        "t5_encoder",
+    ],
+)
 def test_an_example_in_a_padded_batch_is_the_example_alone(family, side):
     model, _, _ = FAMILIES[family]()
     lengths = [7, 4, 1]
@@ -123,7 +141,7 @@ def test_an_example_in_a_padded_batch_is_the_example_alone(family, side):
         place = slice(7 - length, 7) if side == "left" else slice(0, length)
         ids[row, place], mask[row, place] = IDS[0, :length], 1
     inputs = {"input_ids": ids, "attention_mask": mask}
-    if family in ("bert", "gpt2"):  # which leave positions to their caller
+    if family.startswith(("bert", "deberta", "gpt2")):  # which leave positions to their caller
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     for trace, length in zip(capture(model, inputs), lengths, strict=True):
         alone = capture(model, {"input_ids": IDS[:1, :length]})
@@ -268,18 +286,6 @@ def text_model(model_class, config_class, **settings):
     return model_class(config_class(**{**TEXT, **settings})).eval()
 
 
-def eager_bert():
-    return text_model(hf.BertModel, hf.BertConfig, attn_implementation="eager"), {"input_ids": IDS}
-
-
-def deberta():
-    return text_model(hf.DebertaV2Model, hf.DebertaV2Config), {"input_ids": IDS}
-
-
-def gemma2():
-    return text_model(hf.Gemma2Model, hf.Gemma2Config, num_key_value_heads=2, head_dim=8), {"input_ids": IDS}
-
-
 def t5():
     config = hf.T5Config(d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=64, vocab_size=99)
     return hf.T5Model(config).eval(), {"input_ids": IDS, "decoder_input_ids": IDS}
@@ -322,27 +328,76 @@ def extra_keys():
     return torch.nn.MultiheadAttention(32, 4, add_bias_kv=True).eval(), (x, x, x)
 
 
+class Einsum(torch.nn.Module):
+    """Attention by a way that is not followed."""
+
+    def forward(self, x):
+        weights = torch.einsum("bqd,bkd->bqk", x, x).softmax(-1)
+        return torch.einsum("bqk,bkd->bqd", weights, x)
+
+
+def einsum():
+    return Einsum(), torch.randn(1, 5, 8)
+
+
 def half_seen():
-    """Two BERT layers with the fast kernel and one that writes its own softmax."""
-    model = text_model(hf.BertModel, hf.BertConfig)
-    twin = text_model(hf.BertModel, hf.BertConfig, attn_implementation="eager")
-    model.encoder.layer[1] = twin.encoder.layer[1]
-    return model, {"input_ids": IDS}
+    model = torch.nn.Sequential(FAMILIES["hand_written"]()[0], Einsum()).eval()
+    return model, torch.randn(1, 5, 16)
+
+
+def xcit():
+    import timm
+
+    return timm.create_model("xcit_nano_12_p16_224", depth=1, img_size=64).eval(), images(64, 64)
+
+
+def channels():
+    class Channels(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patches = torch.nn.Conv2d(3, 3, 8, 8)
+
+        def forward(self, x):
+            x = self.patches(x).flatten(2)
+            return (x @ x.mT).softmax(-1) @ x
+
+    return Channels().eval(), images()
+
+
+def hand_written_training():
+    return FAMILIES["hand_written_softmax"]()[0].train(), torch.randn(1, 5, 16)
+
+
+def prompt_tuning():
+    model, _, _ = FAMILIES["bert"]()
+
+    class Prompted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids):
+            embeds = self.model.embeddings.word_embeddings(input_ids)
+            return self.model(inputs_embeds=torch.cat([torch.ones(len(embeds), 2, 32), embeds], 1))
+
+    return Prompted(), {"input_ids": IDS}
 
 
 REFUSED = {
-    eager_bert: r"set_attn_implementation\('sdpa'\)",
-    deberta: "DebertaV2Model does not go through scaled_dot_product_attention.*from_arrays",
-    gemma2: r"Gemma2Model does not go through.*output_attentions=True",
     t5: r"encoder.*decoder.*get_encoder\(\)",
     swin: "not one stack of square layers.*windows",
-    timm_swin: "layers.0.blocks.0.attn.* does not go through",
+    timm_swin: "not one stack of square layers.*windows",
+    xcit: "not one stack of square layers",
+    channels: "over 3 positions, fewer than the 4 x 4 patches of the image: it attends over channels",
     mlp: "no attention was seen in Sequential",
     training: r"model\.eval\(\)",
+    hand_written_training: r"model\.eval\(\)",
     clip: "several towers.*vision_model",
     transformer_decoder: "cross-attention",
     extra_keys: "add_bias_kv",
-    half_seen: r"'encoder.layer.1.attention.self' of BertModel does not .*\(2 other calls were seen\)",
+    einsum: r"attention in '' of Einsum goes by a way that capture does not know \(no call was seen\).*from_arrays",
+    half_seen: r"attention in '1' of Sequential goes by a way .* \(3 other calls were seen\)",
+    prompt_tuning: "attends over 9 positions, but was given 7 token ids.*tokens=",
 }
 
 
@@ -354,6 +409,47 @@ def test_what_cannot_be_seen_is_refused_with_the_way_out(case):
         capture(model, inputs)
     assert "\n" not in str(error.value)
     assert state(model) == before
+
+
+def test_a_kernel_that_does_something_else_is_refused(monkeypatch):
+    """The self-check: recorded weights times values must give what the call returned."""
+    functional = torch.nn.functional
+    real = functional.scaled_dot_product_attention
+
+    def with_a_sink(query, key, value, **settings):
+        if torch.overrides.has_torch_function((query, key, value)):
+            return torch.overrides.handle_torch_function(
+                with_a_sink, (query, key, value), query, key, value, **settings
+            )
+        return 0.5 * real(query, key, value, **settings)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", with_a_sink)
+    model, inputs, _ = FAMILIES["bert"]()
+    with pytest.raises(ValueError, match=r"encoder.layer.0.attention.self: the recorded .* do not give"):
+        capture(model, inputs)
+
+
+def test_a_layer_that_gets_the_mask_of_another_kernel_is_refused():
+    """Hugging Face's eager layer adds a boolean mask to its logits, and so attends to padding: that is what it did."""
+    model, _, _ = FAMILIES["bert_of_two_kernels"]()
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="encoder.layer.1.attention.self attends to padding"):
+        capture(model, {"input_ids": IDS, "attention_mask": mask})
+
+
+def test_sinks_leave_rows_below_one():
+    import attnflow
+
+    model, inputs, _ = FAMILIES["gpt_oss_sinks"]()
+    trace = capture(model, inputs)[0]
+    assert (trace.layers[0].attention().sum(-1) < 0.99).all()
+    assert (attnflow.rollout(trace).scores.sum(-1) < 0.99).any()
+
+
+def test_positions_that_a_model_adds_can_be_named():
+    model, inputs = prompt_tuning()
+    names = ["<p>", "<p>", *map(str, range(7))]
+    assert capture(model, inputs, tokens=names)[0].tokens == tuple(names)
 
 
 def test_padding_that_a_model_attends_to_is_refused():

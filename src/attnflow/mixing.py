@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from attnflow.trace import Layer
+from attnflow.trace import AttentionWeights, Layer
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,8 @@ class Transition:
     layer: from a trace; number: its number, for messages.
 
     Raises ValueError for an unknown fusion, head or residual, for a residual on a layer that is not square; and when
-    the edges are made, for attention that is negative, not finite, or (with a residual) has rows that do not sum to 1.
+    the edges are made, for attention that is negative, not finite, or (with a residual, in
+    arrays that were given) has rows that do not sum to 1.
     """
 
     layer: Layer
@@ -102,7 +103,8 @@ class Transition:
             )
         sums = attention.sum(-1)
         wrong = (sums - 1).abs() > ROW_SUM_TOLERANCE
-        if self.residual and wrong.any():
+        given = isinstance(self.layer, AttentionWeights) and not self.layer.captured
+        if self.residual and given and wrong.any():
             head, query = wrong.nonzero()[0].tolist()
             raise ValueError(
                 f"with a residual the rows of attention must sum to 1; layer {self.number}, head {head}, query "

@@ -59,17 +59,27 @@ class AttentionCall:
 
 @dataclass(frozen=True, eq=False)
 class AttentionWeights:
-    """Ready attention weights (head, query, key) of one layer, as a model or somebody else computed them."""
+    """Ready attention weights (head, query, key) of one layer.
+
+    captured: whether a model computed them before our eyes, so that rows that do not sum to 1 are its way (a sink that
+    takes a share and is left out), and not a mistake in an array that somebody gave.
+    """
 
     name: str
     weights: torch.Tensor
-    causal: bool = False
+    captured: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(head, query, key)."""
         head, query, key = self.weights.shape
         return head, query, key
+
+    @property
+    def causal(self) -> bool:
+        """Whether the layer is square, of more than one position, and never looks ahead."""
+        _, queries, keys = self.shape
+        return queries == keys > 1 and not bool(self.weights.triu(1).any())
 
     def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
         """The attention weights (head, query, key) of some queries, as they were given."""
@@ -159,10 +169,7 @@ class Trace:
         labels = names or [f"layer {number}" for number in range(len(layers))]
         inputs = layers[0].shape[2] if layers else 0
         return cls(
-            layers=tuple(
-                AttentionWeights(name, layer, causal=_is_causal(layer))
-                for name, layer in zip(labels, layers, strict=True)
-            ),
+            layers=tuple(AttentionWeights(name, layer) for name, layer in zip(labels, layers, strict=True)),
             tokens=tuple(tokens) if tokens is not None else tuple(str(position) for position in range(inputs)),
             roles=tuple(roles) if roles is not None else ("text",) * inputs,
             grid=grid,
@@ -204,9 +211,3 @@ def layer_arrays(attention: Any) -> list[torch.Tensor]:
             )
         layers[number] = layer[0] if layer.ndim == 4 else layer[None] if layer.ndim == 2 else layer
     return layers
-
-
-def _is_causal(layer: torch.Tensor) -> bool:
-    """Whether a square layer of more than one position never looks ahead."""
-    _, queries, keys = layer.shape
-    return queries == keys > 1 and not bool(layer.triu(1).any())

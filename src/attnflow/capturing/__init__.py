@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnflow.capturing import examples, huggingface, vision
-from attnflow.capturing.sdpa import record
+from attnflow.capturing.recorder import record
 from attnflow.trace import Role, Trace
 
 
@@ -23,8 +23,8 @@ def capture(
 ) -> Trace | list[Trace]:
     """Run a model once and keep what it attended to: one trace per example, its padding removed.
 
-    model: any torch module whose attention goes through `scaled_dot_product_attention` or nn.MultiheadAttention
-    (Hugging Face, timm, torchvision, plain torch). It is left as it was: outputs, hooks, modes and configuration.
+    model: any torch module that attends through `scaled_dot_product_attention`, nn.MultiheadAttention, or a softmax of
+    its own that it multiplies with values (Hugging Face, timm, torchvision, plain torch). It is left as it was: outputs, hooks, modes and configuration.
     inputs: what the model takes: a mapping of keyword arguments (what a tokenizer or an image processor returns), one
     tensor, or a tuple of arguments; with a tokenizer also a text, or a list of texts. Padding is what `attention_mask`
     says, else the keys that no query may attend to.
@@ -92,9 +92,14 @@ class _Labels:
         kept = int(keep.sum())
         roles: Sequence[Role] = ("text",) * kept
         grid = None
+        if self.tokens is None and self.ids is not None and self.ids.shape[1] != self.count:
+            raise ValueError(
+                f"the model attends over {self.count} positions, but was given {self.ids.shape[1]} token ids; if it "
+                "adds some of its own, name all of them with tokens="
+            )
         if self.ids is not None and self.ids.shape[1] == self.count:
             tokens, roles = huggingface.labels(self.ids[index][keep.to(self.ids.device)].tolist(), self.tokenizer)
-        elif self.patch_grid is not None and kept >= self.patch_grid[0] * self.patch_grid[1]:
+        elif self.patch_grid is not None:
             tokens, roles, grid = *vision.labels(self.model, self.patch_grid, kept), self.patch_grid
         else:
             tokens = [str(position) for position in range(kept)]

@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 
-from attnflow.capturing.sdpa import HIDDEN, RecordedCall, Recording
-from attnflow.trace import AttentionCall
+from attnflow.capturing.calls import HIDDEN, Call, FusedCall, WeightedSum
+from attnflow.capturing.recorder import Recording
+from attnflow.trace import AttentionCall, AttentionWeights, Layer
+
+# A weight on padding that is rounding, not attention.
+_NEGLIGIBLE = 1e-6
 
 
 def one_stack(recording: Recording, model: torch.nn.Module) -> tuple[int, int]:
@@ -27,16 +31,22 @@ def one_stack(recording: Recording, model: torch.nn.Module) -> tuple[int, int]:
 def kept(recording: Recording, attention_mask: Any) -> torch.Tensor:
     """(batch, token), True where a token is no padding."""
     batch, count, _ = recording.calls[0].extent
-    device = recording.calls[0].q.device
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (batch, count):
-        return attention_mask.to(device) != 0
-    visible = torch.zeros(batch, count, dtype=torch.bool, device=device)
+        return attention_mask != 0
+    visible = torch.zeros(batch, count, dtype=torch.bool)
     for call in recording.calls:
-        visible |= True if call.mask is None else _allowed(call.mask).any(1).any(1)
+        visible |= _seen_keys(call)
     return visible
 
 
-def split(recording: Recording, keep: torch.Tensor) -> list[tuple[AttentionCall, ...]]:
+def _seen_keys(call: Call) -> torch.Tensor:
+    """(batch, key) or (1, 1), True where some query may attend to a key."""
+    if isinstance(call, WeightedSum):
+        return (call.weights != 0).any(1).any(1).cpu()
+    return torch.ones(1, 1, dtype=torch.bool) if call.mask is None else _allowed(call.mask).any(1).any(1).cpu()
+
+
+def split(recording: Recording, keep: torch.Tensor) -> list[tuple[Layer, ...]]:
     """The calls of each example among its kept positions; `keep` is (batch, token).
 
     Layers that share a mask tensor share the reduced mask too, so that memory grows with n, not with n squared.
@@ -45,23 +55,36 @@ def split(recording: Recording, keep: torch.Tensor) -> list[tuple[AttentionCall,
     return [_example(recording.calls, index, keep[index]) for index in range(len(keep))]
 
 
-def _example(calls: list[RecordedCall], index: int, keep: torch.Tensor) -> tuple[AttentionCall, ...]:
+def _example(calls: list[Call], index: int, keep: torch.Tensor) -> tuple[Layer, ...]:
     if not keep.any():
         raise ValueError(f"example {index} holds nothing but padding")
-    padded = not bool(keep.all())
     reduced: dict[Any, tuple[torch.Tensor | None, bool]] = {}
-    layers: list[AttentionCall] = []
+    layers: list[Layer] = []
     for call in calls:
+        if isinstance(call, WeightedSum):
+            layers.append(_kept_weights(call, index, keep.to(call.weights.device)))
+            continue
+        mine = keep.to(call.q.device)
         key = call.causal if call.mask is None else (call.mask.data_ptr(), call.mask.shape, call.mask.stride())
         if key not in reduced:
-            reduced[key] = _reduced_mask(call, index, keep)
+            reduced[key] = _reduced_mask(call, index, mine)
         mask, causal = reduced[key]
-        q, k, v = (x[index][:, keep] if padded else x[index] for x in (call.q, call.k, call.v))
+        q, k, v = (x[index] if mine.all() else x[index][:, mine] for x in (call.q, call.k, call.v))
         layers.append(AttentionCall(call.module, q, k, v, call.scale, mask, causal))
     return tuple(layers)
 
 
-def _reduced_mask(call: RecordedCall, index: int, keep: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+def _kept_weights(call: WeightedSum, index: int, keep: torch.Tensor) -> AttentionWeights:
+    weights = call.weights[index]
+    if not keep.all():
+        weights = weights[:, keep]
+        if (weights[..., ~keep] > _NEGLIGIBLE).any():
+            raise ValueError(f"{call.module} attends to padding: it gives weight to what attention_mask hides")
+        weights = weights[..., keep]
+    return AttentionWeights(call.module, weights, captured=True)
+
+
+def _reduced_mask(call: FusedCall, index: int, keep: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
     """(mask, causal) among the kept tokens of one example; a mask that hides nothing, or just the future, is None."""
     if call.mask is None:
         if not keep.all() and not (call.causal and keep.long().diff().le(0).all()):
@@ -69,7 +92,7 @@ def _reduced_mask(call: RecordedCall, index: int, keep: torch.Tensor) -> tuple[t
         return None, call.causal
     mask = call.mask.expand(call.q.shape[0], -1, -1, -1)[index]
     if _allowed(mask).expand(-1, len(keep), -1)[:, keep][..., ~keep].any():
-        raise ValueError(f"{call.module} attends to padding: its mask shows what attention_mask says is padding")
+        raise ValueError(f"{call.module} attends to padding: its mask shows what attention_mask hides")
     mask = mask[..., keep]
     if mask.shape[1] > 1:
         mask = mask[:, keep]

@@ -84,6 +84,11 @@ def labels(model: torch.nn.Module, grid: tuple[int, int], count: int) -> tuple[l
     """
     rows, columns = grid
     prefix = count - rows * columns
+    if prefix < 0:
+        raise ValueError(
+            f"{type(model).__name__} attends over {count} positions, fewer than the {rows} x {columns} patches of the "
+            "image: it attends over channels, or pools patches, which is no attention between inputs"
+        )
     parameters = [name for name, _ in model.named_parameters()]
     names = [label for label, pattern in _PREFIX if any(pattern.search(name) for name in parameters)]
     names += [f"[REG{number}]" for number in range(1, prefix + 1)]

@@ -1,0 +1,136 @@
+"""The recorder: sees every attention call of a forward pass without changing the model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from attnflow.capturing.calls import Call, from_multi_head, from_sdpa
+from attnflow.capturing.softmax import WeightsByHand
+
+_ATTENTION_CLASS = re.compile("attention|attn", re.IGNORECASE)
+
+
+@dataclass(eq=False)
+class Recording:
+    """What a forward pass did: its attention calls in order, and what tells whether they are all of them."""
+
+    calls: list[Call] = field(default_factory=list[Call])
+    unused_weights: list[tuple[str, tuple[int, ...]]] = field(default_factory=list[tuple[str, tuple[int, ...]]])
+    ran: Counter[str] = field(default_factory=Counter[str])
+    patch_grid: tuple[int, int] | None = None
+
+
+class Recorder(TorchFunctionMode):
+    """Records `scaled_dot_product_attention`, `multi_head_attention_forward` and weights by hand while it is entered.
+
+    Hooks tell which module is running; they are removed on leaving, also after an error. The calls themselves go
+    through untouched, and what is kept of them are references to their arguments.
+    """
+
+    def __init__(self, model: torch.nn.Module, batch: int) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._model = model
+        self._by_hand = WeightsByHand(batch)
+        self._running = [""]
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Recorder:
+        for name, module in self._model.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name)))
+            self._hooks.append(module.register_forward_hook(self._leave_module))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.recording.unused_weights = self._by_hand.unused()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter_module(self, name: str, module: torch.nn.Module, args: Any) -> None:
+        self._running.append(name)
+        self.recording.ran[name] += 1
+
+    def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let the call through, then keep its arguments if it is attention."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        module = self._running[-1]
+        if func is F.scaled_dot_product_attention:
+            self.recording.calls.append(from_sdpa(module, output, *args, **kwargs))
+        elif func is F.multi_head_attention_forward:
+            self.recording.calls.append(from_multi_head(module, output, *args, **kwargs))
+        elif func is F.conv2d and not self.recording.calls:
+            self.recording.patch_grid = (output.shape[-2], output.shape[-1])
+        elif (weighted := self._by_hand.see(module, func, args, kwargs, output)) is not None:
+            self.recording.calls.append(weighted)
+        return output
+
+
+def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Recording, Any]:
+    """Run the model once without gradients; the recording and the model's output.
+
+    Raises ValueError if no attention call was seen, or not every one: names the module and the way out.
+    """
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim), None)
+    with torch.no_grad(), Recorder(model, batch=len(first) if first is not None else 1) as recorder:
+        output = model(*args, **kwargs)
+    _check_complete(model, recorder.recording)
+    return recorder.recording, output
+
+
+def _check_complete(model: torch.nn.Module, recording: Recording) -> None:
+    callers = Counter(call.module for call in recording.calls)
+    unseen = [name for name in _attention_modules(model, recording.ran) if not _covered(name, callers)]
+    unseen += [name for name, calls in callers.items() if calls % recording.ran[name or ""]]
+    extents = {call.extent[1:] for call in recording.calls}
+    own = [
+        name
+        for name, shape in recording.unused_weights
+        if shape[-2:] in extents or (not extents and shape[-2] == shape[-1])
+    ]
+    if not (unseen or own) and recording.calls:
+        return
+    kind = type(model).__name__
+    if unseen or own:
+        where = ", ".join(dict.fromkeys(repr(name) for name in (own or unseen)[:3]))
+        seen = f"{len(recording.calls)} other calls were seen" if recording.calls else "no call was seen"
+        reason = f"attention in {where} of {kind} goes by a way that capture does not know ({seen})"
+    else:
+        reason = f"no attention was seen in {kind}: it calls no attention of torch, and multiplies nothing by a softmax"
+    raise ValueError(f"{reason}; {_remedy(model)}")
+
+
+def _attention_modules(model: torch.nn.Module, ran: Counter[str]) -> list[str]:
+    """Modules that ran and whose class says that they are attention."""
+    modules = model.named_modules()
+    return [name for name, module in modules if ran[name] and _ATTENTION_CLASS.search(type(module).__name__)]
+
+
+def _covered(name: str, callers: Counter[str]) -> bool:
+    """Whether a call was made by this module, by one inside it, or by the one around it."""
+    return any(
+        caller == name or caller.startswith(f"{name}.") or not caller or name.startswith(f"{caller}.")
+        for caller in callers
+    )
+
+
+def _remedy(model: torch.nn.Module) -> str:
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    weights = "take the weights the model returns and give them to attnflow.Trace.from_arrays"
+    if implementation not in (None, "sdpa", "eager"):
+        return f"it was loaded with attn_implementation={implementation!r}: call model.set_attn_implementation('sdpa')"
+    return f"if it has Transformer layers of its own kind, {weights}"
