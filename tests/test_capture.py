@@ -226,7 +226,7 @@ def test_parameters_gradients_and_inputs_are_untouched():
     trace = capture(model, inputs)[0]
     assert parameter.grad.eq(1).all()
     assert inputs["input_ids"].equal(ids)
-    assert not any(x.requires_grad for layer in trace.layers for x in (layer.q, layer.k, layer.v))
+    assert not any(x.requires_grad for layer in trace.layers for x in (layer.q, layer.k))
 
 
 def test_half_precision_weights_are_those_of_its_queries_and_keys():
@@ -495,3 +495,110 @@ def test_the_recorder_keeps_no_weights(minilm):
     model, tokenizer = minilm
     recording, _ = record(model, (), dict(tokenizer("One two three four five.", return_tensors="pt")))
     assert all(call.mask is None for call in recording.calls)
+
+
+def own_gradients(family):
+    """The gradient of a fixed target through the eager model's own weights, by autograd."""
+    model, inputs, _ = FAMILIES[family]()
+    twin = eager_twin(model)
+    output = twin(**inputs, output_attentions=True)
+    return model, inputs, torch.autograd.grad(score(output).sum(), output.attentions)
+
+
+def eager_twin(model):
+    config = type(model.config)(**model.config.to_dict())
+    config._attn_implementation = "eager"
+    twin = type(model)(config).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def score(output):
+    """One number per example that depends on everything."""
+    hidden = output.last_hidden_state
+    return (hidden[:, -1] * torch.linspace(-1, 2, hidden.shape[-1])).sum(-1) * 3
+
+
+@pytest.mark.parametrize(
+    "family", ["bert", "bert_eager", "deberta_v2", "gemma2_soft_capping", "gpt2", "gpt_oss_sinks", "llama_gqa", "vit"]
+)
+def test_gradients_of_the_weights_equal_autograds(family):
+    model, inputs, gradients = own_gradients(family)
+    parameters = [parameter.grad for parameter in model.parameters()]
+    traces = capture(model, inputs, target=score)
+    for example, trace in enumerate(traces):
+        for layer, own in zip(trace.layers, gradients, strict=True):
+            seen = layer.gradient.of(slice(None))
+            assert own[example].abs().max() > 0 or layer is trace.layers[-1]
+            torch.testing.assert_close(seen.masked_fill(layer.attention() == 0, 0),
+                own[example].masked_fill(layer.attention() == 0, 0), atol=1e-4, rtol=1e-4)  # fmt: skip
+    assert [parameter.grad for parameter in model.parameters()] == parameters
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_first": True}])
+def test_gradients_inside_multihead_attention_equal_autograds(settings):
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(16, 4, **settings).eval()
+    x = torch.randn(1, 5, 16) if settings else torch.randn(5, 1, 16)
+    direction = torch.randn(16)
+    trace = capture(
+        attention, {"query": x, "key": x, "value": x, "need_weights": False}, target=lambda o: (o[0] @ direction).sum()
+    )
+    layer = trace.layers[0]
+    weights = layer.attention().requires_grad_()
+    output = (weights @ layer.gradient.v).transpose(0, 1).flatten(1)
+    own = torch.autograd.grad((attention.out_proj(output) @ direction).sum(), weights)[0]
+    torch.testing.assert_close(layer.gradient.of(slice(None)), own, atol=1e-5, rtol=1e-4)
+
+
+def classifier(**settings):
+    torch.manual_seed(0)
+    return hf.BertForSequenceClassification(hf.BertConfig(**TEXT, num_labels=3, **settings)).eval()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_targets(frozen):
+    model = classifier().requires_grad_(not frozen)
+    logits = model(input_ids=IDS).logits.detach()
+    for target, indices in ((2, [2, 2]), ([0, 1], [0, 1]), ("predicted", logits.argmax(-1).tolist())):
+        traces = capture(model, {"input_ids": IDS}, target=target)
+        for number, (trace, index) in enumerate(zip(traces, indices, strict=True)):
+            assert trace.target == {"target": index, "score": pytest.approx(float(logits[number, index]))}
+            alone = capture(model, {"input_ids": IDS[number : number + 1]}, target=index)
+            for one, other in zip(trace.layers, alone.layers, strict=True):
+                torch.testing.assert_close(one.gradient.of([1, 3]), other.gradient.of([1, 3]), atol=1e-5, rtol=1e-3)
+            assert not trace.layers[0].gradient.output.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert capture(model, {"input_ids": IDS})[0].layers[0].gradient is None
+
+
+def test_a_language_model_is_read_at_its_last_token():
+    torch.manual_seed(0)
+    model = hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
+    )
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    traces = capture(model.eval(), {"input_ids": IDS, "attention_mask": mask}, target=5)
+    with torch.no_grad():
+        logits = model(input_ids=IDS, attention_mask=mask).logits
+    assert traces[1].target["score"] == pytest.approx(float(logits[1, 3, 5]))
+    assert traces[1].layers[0].gradient.output.shape[1] == 4
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (3, r"target 3 does not fit logits of shape \(2, 3\): give an index from 0 to 2"),
+        ([0], r"target \[0\] does not fit"),
+        ("best", "target 'best' does not fit"),
+        (lambda output: output.logits, r"one score per example, a tensor \(example,\); it gave \(2, 3\)"),
+        (lambda output: 1.0, "it gave float"),
+    ],
+)
+def test_bad_targets(target, message):
+    with pytest.raises(ValueError, match=message):
+        capture(classifier(), {"input_ids": IDS}, target=target)
+    with pytest.raises(
+        ValueError, match="the model returns no logits but BaseModelOutput.*AutoModelForSequenceClassification"
+    ):
+        capture(FAMILIES["bert"]()[0], {"input_ids": IDS}, target=1)

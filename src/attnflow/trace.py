@@ -18,23 +18,43 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, eq=False)
+class WeightsGradient:
+    """The gradient of a target with respect to one layer's attention weights, kept as its two factors.
+
+    The weighted values are W V, so dW = dO V^T per head, exactly, with no graph through the weights.
+    Shapes: output (head, query, dim), the gradient dO with respect to the weighted values; v (head, key, dim).
+    """
+
+    output: torch.Tensor
+    v: torch.Tensor
+
+    def of(self, queries: slice | list[int]) -> torch.Tensor:
+        """The gradient (head, query, key) for some queries, in float32 or better."""
+        import torch
+
+        precision = torch.promote_types(self.v.dtype, torch.float32)
+        v = self.v.to(precision).repeat_interleave(self.output.shape[0] // self.v.shape[0], dim=0)
+        return self.output[:, queries].to(precision) @ v.mT
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionCall:
     """The arguments of one attention call, kept instead of its weights: memory grows with n, not with n squared.
 
     The weights are softmax(scale * q k^T + mask), head by head, computed on the device of `q` when asked for.
 
-    Shapes: q (head, query, dim); k, v (head, key, dim), where fewer key heads than query heads mean grouped-query
+    Shapes: q (head, query, dim); k (head, key, dim), where fewer key heads than query heads mean grouped-query
     attention; mask broadcastable to (head, query, key), True where attention is allowed if boolean, else added to
-    the logits. `causal` lets query i see keys 0 to i.
+    the logits. `causal` lets query i see keys 0 to i. gradient: of the trace's target, if it has one.
     """
 
     name: str
     q: torch.Tensor
     k: torch.Tensor
-    v: torch.Tensor
     scale: float
     mask: torch.Tensor | None = None
     causal: bool = False
+    gradient: WeightsGradient | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -68,6 +88,7 @@ class AttentionWeights:
     name: str
     weights: torch.Tensor
     captured: bool = False
+    gradient: WeightsGradient | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -97,6 +118,7 @@ class Trace:
     tokens: a label for every input position; roles: what each is ("text", "special", "prefix", "patch").
     grid: (rows, columns) of the patches, which follow the prefix tokens; None for text.
     output: what the model returned, for the whole batch. model: facts for the recipe (class, versions).
+    target: what gradients are of, and its score, if there are any.
 
     Raises ValueError if a layer does not fit the one below it, or labels do not fit the input.
     """
@@ -107,6 +129,7 @@ class Trace:
     grid: tuple[int, int] | None = None
     output: Any = None
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    target: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:

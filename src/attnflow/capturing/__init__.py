@@ -11,6 +11,7 @@ import torch
 
 from attnflow.capturing import examples, huggingface, vision
 from attnflow.capturing.recorder import record
+from attnflow.capturing.target import Chosen, Target
 from attnflow.trace import Role, Trace
 
 
@@ -20,15 +21,21 @@ def capture(
     *,
     tokenizer: Any = None,
     tokens: Sequence[str] | None = None,
+    target: Target | None = None,
 ) -> Trace | list[Trace]:
     """Run a model once and keep what it attended to: one trace per example, its padding removed.
 
     model: any torch module that attends through `scaled_dot_product_attention`, nn.MultiheadAttention, or a softmax of
-    its own that it multiplies with values (Hugging Face, timm, torchvision, plain torch). It is left as it was: outputs, hooks, modes and configuration.
+    its own that it multiplies with values (Hugging Face, timm, torchvision, plain torch). It is left as it was:
+    outputs, hooks, modes and configuration.
     inputs: what the model takes: a mapping of keyword arguments (what a tokenizer or an image processor returns), one
     tensor, or a tuple of arguments; with a tokenizer also a text, or a list of texts. Padding is what `attention_mask`
     says, else the keys that no query may attend to.
     tokenizer: names the tokens and tells which are special. tokens: labels of one example's positions instead.
+
+    target: with one, every layer keeps the gradient of its attention weights for that number of the output: a class or
+    token id, one per example, "predicted", or a function of the model's output that returns one score per example.
+    Logits (batch, token, vocabulary) are read at the last token. Parameters' gradients are left as they were.
 
     Returns the trace for one example, and a list of traces for a batch of several.
 
@@ -51,13 +58,14 @@ def capture(
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
         huggingface.check_length(ids.shape[1], model, tokenizer)
-    recording, output = record(model, args, kwargs)
+    chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
+    recording, output = record(model, args, kwargs, chosen)
     _, count = examples.one_stack(recording, model)
     keep = examples.kept(recording, kwargs.get("attention_mask"))
     labels = _Labels(model, tokenizer, ids, recording.patch_grid, tokens, count)
     facts = _model_facts(model)
     traces = [
-        Trace(layers, *labels.of(index, keep[index]), output, facts)
+        Trace(layers, *labels.of(index, keep[index]), output, facts, chosen and chosen.facts(index))
         for index, layers in enumerate(examples.split(recording, keep))
     ]
     return traces[0] if len(traces) == 1 else traces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -24,16 +24,19 @@ class FusedCall:
     """One call of a fused kernel over a batch.
 
     Shapes: q (batch, head, query, dim); k, v (batch, head, key, dim); mask broadcastable to (batch, head, query, key),
-    True where attention is allowed if boolean, else added to the logits.
+    True where attention is allowed if boolean, else added to the logits; gradient, of the target with respect to the
+    weighted values, (batch, head, query, dim). out_projection: what joined the heads before the call returned.
     """
 
     module: str
     q: torch.Tensor
     k: torch.Tensor
-    v: torch.Tensor
+    v: torch.Tensor | None
     scale: float
     mask: torch.Tensor | None
     causal: bool
+    out_projection: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
 
     @property
     def extent(self) -> tuple[int, int, int]:
@@ -43,20 +46,37 @@ class FusedCall:
     def example(self, index: int) -> AttentionCall:
         """The call of one example, padding and all."""
         mask = None if self.mask is None else self.mask.expand(self.q.shape[0], -1, -1, -1)[index]
-        return AttentionCall(self.module, self.q[index], self.k[index], self.v[index], self.scale, mask, self.causal)
+        return AttentionCall(self.module, self.q[index], self.k[index], self.scale, mask, self.causal)
+
+    def with_gradient(self, gradient: torch.Tensor) -> FusedCall:
+        """The call with the gradient with respect to what it returned."""
+        if self.out_projection is not None:
+            tokens_first = gradient if gradient.ndim == 3 else gradient[:, None]
+            heads = (tokens_first @ self.out_projection.detach()).unflatten(-1, (self.q.shape[1], -1))
+            return replace(self, gradient=heads.permute(1, 2, 0, 3))
+        return replace(self, gradient=_four_axes(gradient))
 
 
 @dataclass(frozen=True, eq=False)
 class WeightedSum:
-    """Values multiplied by weights that a model computed itself: weights (batch, head, query, key)."""
+    """Values multiplied by weights that a model computed itself.
+
+    Shapes: weights (batch, head, query, key); v (batch, head, key, dim); gradient as in `FusedCall`.
+    """
 
     module: str
     weights: torch.Tensor
+    v: torch.Tensor | None
+    gradient: torch.Tensor | None = None
 
     @property
     def extent(self) -> tuple[int, int, int]:
         """(batch, query, key)."""
         return self.weights.shape[0], self.weights.shape[2], self.weights.shape[3]
+
+    def with_gradient(self, gradient: torch.Tensor) -> WeightedSum:
+        """The call with the gradient with respect to what it returned."""
+        return replace(self, gradient=gradient.reshape(*self.weights.shape[:3], -1))
 
 
 Call: TypeAlias = FusedCall | WeightedSum
@@ -85,7 +105,7 @@ def from_sdpa(
     if attn_mask is not None:
         attn_mask = _four_axes(attn_mask.detach(), head_axis=query.ndim == 4)
     call = FusedCall(module, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, attn_mask, is_causal)
-    _check_reproduces(call, _four_axes(output.detach())[0])
+    _check_reproduces(call, v, _four_axes(output.detach())[0])
     return call
 
 
@@ -153,10 +173,13 @@ def from_multi_head(
         for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
     )
     mask = _multi_head_mask(attn_mask, key_padding_mask, batch=q.shape[0], heads=num_heads)
-    call = FusedCall(module, q, k, v, q.shape[-1] ** -0.5, mask, causal=False)
+    call = FusedCall(module, q, k, v, q.shape[-1] ** -0.5, mask, causal=False, out_projection=out_proj_weight)
     first = output[0] if output[0].ndim == 2 else output[0][:, 0]
     _check_reproduces(
-        call, first.detach(), lambda heads: F.linear(heads.transpose(0, 1).flatten(1), out_proj_weight, out_proj_bias)
+        call,
+        v,
+        first.detach(),
+        lambda heads: F.linear(heads.transpose(0, 1).flatten(1), out_proj_weight, out_proj_bias),
     )
     return call
 
@@ -188,15 +211,19 @@ def refuse_dropout(module: str, p: float = 0.5, training: bool = True, inplace: 
 
 
 def _check_reproduces(
-    call: FusedCall, output: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor] = lambda heads: heads
+    call: FusedCall,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    project: Callable[[torch.Tensor], torch.Tensor] = lambda heads: heads,
 ) -> None:
     """Raise ValueError unless weights times values, for a few queries of the first example, give the call's output.
 
-    output: of the first example, (head, query, dim), or (query, dim) after `project` joined the heads.
+    v: (batch, head, key, dim). output: of the first example, (head, query, dim), or (query, dim) after `project` joined
+    the heads.
     """
     rows = torch.linspace(0, call.q.shape[2] - 1, _ROWS_CHECKED, device="cpu").long().unique().tolist()
     first = call.example(0)
-    values = first.v.repeat_interleave(first.q.shape[0] // first.v.shape[0], dim=0)
+    values = v[0].repeat_interleave(call.q.shape[1] // v.shape[1], dim=0)
     weighted = first.attention(rows) @ values.to(torch.promote_types(values.dtype, torch.float32))
     expected = project(weighted.to(values.dtype)).detach()
     # A query that may attend to nothing has no weights, and what a kernel makes of it is its own affair.

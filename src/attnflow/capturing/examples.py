@@ -8,7 +8,7 @@ import torch
 
 from attnflow.capturing.calls import HIDDEN, Call, FusedCall, WeightedSum
 from attnflow.capturing.recorder import Recording
-from attnflow.trace import AttentionCall, AttentionWeights, Layer
+from attnflow.trace import AttentionCall, AttentionWeights, Layer, WeightsGradient
 
 # A weight on padding that is rounding, not attention.
 _NEGLIGIBLE = 1e-6
@@ -69,8 +69,8 @@ def _example(calls: list[Call], index: int, keep: torch.Tensor) -> tuple[Layer, 
         if key not in reduced:
             reduced[key] = _reduced_mask(call, index, mine)
         mask, causal = reduced[key]
-        q, k, v = (x[index] if mine.all() else x[index][:, mine] for x in (call.q, call.k, call.v))
-        layers.append(AttentionCall(call.module, q, k, v, call.scale, mask, causal))
+        q, k = _kept_rows(call.q, index, mine), _kept_rows(call.k, index, mine)
+        layers.append(AttentionCall(call.module, q, k, call.scale, mask, causal, _gradient(call, index, mine)))
     return tuple(layers)
 
 
@@ -81,7 +81,18 @@ def _kept_weights(call: WeightedSum, index: int, keep: torch.Tensor) -> Attentio
         if (weights[..., ~keep] > _NEGLIGIBLE).any():
             raise ValueError(f"{call.module} attends to padding: it gives weight to what attention_mask hides")
         weights = weights[..., keep]
-    return AttentionWeights(call.module, weights, captured=True)
+    return AttentionWeights(call.module, weights, captured=True, gradient=_gradient(call, index, keep))
+
+
+def _gradient(call: Call, index: int, keep: torch.Tensor) -> WeightsGradient | None:
+    if call.v is None or call.gradient is None:
+        return None
+    return WeightsGradient(_kept_rows(call.gradient, index, keep), _kept_rows(call.v, index, keep))
+
+
+def _kept_rows(x: torch.Tensor, index: int, keep: torch.Tensor) -> torch.Tensor:
+    """(head, token, dim) of one example among its kept tokens."""
+    return x[index] if keep.all() else x[index][:, keep]
 
 
 def _reduced_mask(call: FusedCall, index: int, keep: torch.Tensor) -> tuple[torch.Tensor | None, bool]:

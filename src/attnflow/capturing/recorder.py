@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,8 +37,9 @@ class Recorder(TorchFunctionMode):
     through untouched, and what is kept of them are references to their arguments.
     """
 
-    def __init__(self, model: torch.nn.Module, batch: int) -> None:
+    def __init__(self, model: torch.nn.Module, batch: int, *, gradients: bool = False) -> None:
         super().__init__()
+        self._outputs: list[torch.Tensor] | None = [] if gradients else None
         self.recording = Recording()
         self._model = model
         self._by_hand = WeightsByHand(batch)
@@ -70,25 +72,54 @@ class Recorder(TorchFunctionMode):
         output = func(*args, **kwargs)
         module = self._running[-1]
         if func is F.scaled_dot_product_attention:
-            self.recording.calls.append(from_sdpa(module, output, *args, **kwargs))
+            self._keep(from_sdpa(module, output, *args, **kwargs), output)
         elif func is F.multi_head_attention_forward:
-            self.recording.calls.append(from_multi_head(module, output, *args, **kwargs))
+            self._keep(from_multi_head(module, output, *args, **kwargs), output[0])
         elif func is F.conv2d and not self.recording.calls:
             self.recording.patch_grid = (output.shape[-2], output.shape[-1])
         elif (weighted := self._by_hand.see(module, func, args, kwargs, output)) is not None:
-            self.recording.calls.append(weighted)
+            self._keep(weighted, output)
         return output
 
+    def _keep(self, call: Call, output: torch.Tensor) -> None:
+        if self._outputs is None:
+            self.recording.calls.append(replace(call, v=None))
+        else:
+            self.recording.calls.append(call)
+            # Where no parameter takes part in gradients, the first call's output begins the graph.
+            self._outputs.append(output if output.requires_grad else output.requires_grad_())
 
-def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Recording, Any]:
-    """Run the model once without gradients; the recording and the model's output.
+    def backward(self, target: torch.Tensor) -> None:
+        """Give every recorded call the gradient of a scalar with respect to what it returned."""
+        assert self._outputs is not None
+        gradients = torch.autograd.grad(target, self._outputs, allow_unused=True, materialize_grads=True)
+        self.recording.calls = [
+            call.with_gradient(gradient) for call, gradient in zip(self.recording.calls, gradients, strict=True)
+        ]
+
+
+def record(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Callable[[Any], torch.Tensor] | None = None,
+) -> tuple[Recording, Any]:
+    """Run the model once; the recording and the model's output.
+
+    target: makes a tensor of the model's output, whose sum is differentiated with respect to every call's output; the
+    examples of a batch do not touch each other, so each call's gradient is that of its own example's target. Without
+    one no gradients are computed. Parameters' gradients are left as they were.
 
     Raises ValueError if no attention call was seen, or not every one: names the module and the way out.
     """
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim), None)
-    with torch.no_grad(), Recorder(model, batch=len(first) if first is not None else 1) as recorder:
-        output = model(*args, **kwargs)
-    _check_complete(model, recorder.recording)
+    batch = len(first) if first is not None else 1
+    with torch.set_grad_enabled(target is not None):
+        with Recorder(model, batch, gradients=target is not None) as recorder:
+            output = model(*args, **kwargs)
+        _check_complete(model, recorder.recording)
+        if target is not None:
+            recorder.backward(target(output).sum())
     return recorder.recording, output
 
 

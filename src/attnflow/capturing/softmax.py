@@ -64,7 +64,9 @@ class WeightsByHand:
         if func not in _MULTIPLY:
             return None
         self._used.add(module)
-        return WeightedSum(module, self._with_heads(args[0].detach()))
+        weights = self._with_heads(args[0].detach())
+        values = args[1].detach().expand(*args[0].shape[:-2], -1, -1)
+        return WeightedSum(module, weights, values.reshape(*weights.shape[:2], *values.shape[-2:]))
 
     def unused(self) -> list[tuple[str, tuple[int, ...]]]:
         """The modules whose softmaxes were never multiplied with anything, and the shapes of these."""
