@@ -194,13 +194,13 @@ def test_multihead_attention_in_its_variants(settings, need_weights):
     value = query if "vdim" not in settings else query[..., :8]
     mask = torch.zeros(5, 5).masked_fill(torch.rand(5, 5) > 0.7, float("-inf")).fill_diagonal_(0)
     arguments = {"query": query, "key": key, "value": value, "attn_mask": mask, "need_weights": need_weights}
-    if "kdim" in settings:  # the keys are other numbers than the queries
-        with pytest.raises(ValueError, match="cross-attention"):
-            capture(attention, arguments)
-        return
     weights = attention(**{**arguments, "need_weights": True}, average_attn_weights=False)[1]
     for trace, own in zip(capture(attention, arguments), weights, strict=True):
-        torch.testing.assert_close(trace.layers[0].attention(), own.detach(), atol=1e-6, rtol=0)
+        layer = trace.layers[0]
+        if "kdim" in settings:  # keys that are not the queries make it cross-attention
+            assert (trace.decoder_start, layer.queries_at, layer.keys_at) == (5, 5, 0)
+            layer = layer.layer
+        torch.testing.assert_close(layer.attention(), own.detach(), atol=1e-6, rtol=0)
 
 
 def test_an_error_inside_the_model_leaves_nothing_behind():
@@ -286,11 +286,6 @@ def text_model(model_class, config_class, **settings):
     return model_class(config_class(**{**TEXT, **settings})).eval()
 
 
-def t5():
-    config = hf.T5Config(d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=64, vocab_size=99)
-    return hf.T5Model(config).eval(), {"input_ids": IDS, "decoder_input_ids": IDS}
-
-
 def swin():
     config = hf.SwinConfig(image_size=32, patch_size=4, window_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2])
     return hf.SwinModel(config).eval(), {"pixel_values": images()}
@@ -315,12 +310,6 @@ def clip():
     text, vision = {**TEXT, "eos_token_id": 11}, {**SMALL, "image_size": 32, "patch_size": 8}
     model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
     return model, {"input_ids": IDS, "pixel_values": images()}
-
-
-def transformer_decoder():
-    layer = torch.nn.TransformerDecoderLayer(32, 4, 64, batch_first=True)
-    model = torch.nn.TransformerDecoder(layer, 2).eval()
-    return model, {"tgt": torch.randn(1, 5, 32), "memory": torch.randn(1, 5, 32)}
 
 
 def extra_keys():
@@ -384,7 +373,6 @@ def prompt_tuning():
 
 
 REFUSED = {
-    t5: r"encoder.*decoder.*get_encoder\(\)",
     swin: "not one stack of square layers.*windows",
     timm_swin: "not one stack of square layers.*windows",
     xcit: "not one stack of square layers",
@@ -393,7 +381,6 @@ REFUSED = {
     training: r"model\.eval\(\)",
     hand_written_training: r"model\.eval\(\)",
     clip: "several towers.*vision_model",
-    transformer_decoder: "cross-attention",
     extra_keys: "add_bias_kv",
     einsum: r"attention in '' of Einsum goes by a way that capture does not know \(no call was seen\).*from_arrays",
     half_seen: r"attention in '1' of Sequential goes by a way .* \(3 other calls were seen\)",

@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from attnflow.mixing import HeadFusion, Transition
+from attnflow.mixing import ROW_SUM_TOLERANCE, HeadFusion, Transition
 from attnflow.propagate import flow as _flow
 from attnflow.propagate import rollout as _rollout
 from attnflow.relevance import Relevance, query_positions
-from attnflow.trace import Trace
+from attnflow.trace import JointLayer, Trace
 
 Query: TypeAlias = int | str | Sequence[int] | None
 LayerChoice: TypeAlias = int | Literal["all"]
@@ -119,6 +119,12 @@ def flow(
     checks: list[dict[str, Any]] = []
 
     def carry(top: Any, below: Sequence[Transition]) -> Any:
+        highest = float(top.sum(-1).max())
+        if highest > 1 + ROW_SUM_TOLERANCE and any(isinstance(one.layer, JointLayer) for one in below):
+            raise ValueError(
+                f"a row of the explained layer sums to {highest:.4g}, more than the 1 that positions outside a joint "
+                "layer pass on; use a residual, or head_fusion='mean'"
+            )
         result = _flow.flow(top, [transition.matrix() for transition in below], progress=progress)
         checks.append(result.checks())
         return result.values

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +107,50 @@ class AttentionWeights:
         return self.weights[:, queries]
 
 
-Layer: TypeAlias = AttentionCall | AttentionWeights
+@dataclass(frozen=True, eq=False)
+class JointLayer:
+    """A layer of an encoder-decoder in the joint graph of both streams: encoder positions first, then the decoder's.
+
+    The positions that the layer does not concern are passed on as they are (each attends to itself alone), so that a
+    product of joint layers, or a flow through them, is the one through encoder, cross-attention and decoder.
+
+    layer: attention from positions starting at `queries_at` to positions starting at `keys_at`, of `size` in all.
+    """
+
+    layer: AttentionCall | AttentionWeights
+    queries_at: int
+    keys_at: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """The module's name."""
+        return self.layer.name
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(head, query, key)."""
+        return self.layer.shape[0], self.size, self.size
+
+    causal: ClassVar[bool] = False
+
+    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """The weights (head, query, key) of some queries; those outside the layer attend to themselves."""
+        heads, inside, keys = self.layer.shape
+        wanted = list(range(self.size))[queries] if isinstance(queries, slice) else queries
+        own = [
+            (row, query - self.queries_at) for row, query in enumerate(wanted) if 0 <= query - self.queries_at < inside
+        ]
+        attention = self.layer.attention([query for _, query in own])
+        joint = attention.new_zeros(heads, len(wanted), self.size)
+        joint[:, range(len(wanted)), wanted] = 1
+        rows = [row for row, _ in own]
+        joint[:, rows] = 0
+        joint[:, rows, self.keys_at : self.keys_at + keys] = attention
+        return joint
+
+
+Layer: TypeAlias = AttentionCall | AttentionWeights | JointLayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +160,7 @@ class Trace:
     layers: layer 0 nearest the input. Each layer's keys are the queries of the layer below.
     tokens: a label for every input position; roles: what each is ("text", "special", "prefix", "patch").
     grid: (rows, columns) of the patches, which follow the prefix tokens; None for text.
+    decoder_start: where the decoder's positions begin, if there are an encoder and a decoder in one joint graph.
     output: what the model returned, for the whole batch. model: facts for the recipe (class, versions).
     target: what gradients are of, and its score, if there are any.
 
@@ -127,6 +171,7 @@ class Trace:
     tokens: tuple[str, ...]
     roles: tuple[Role, ...]
     grid: tuple[int, int] | None = None
+    decoder_start: int | None = None
     output: Any = None
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     target: Mapping[str, Any] | None = None
@@ -162,10 +207,10 @@ class Trace:
     def readout(self) -> int | None:
         """The query whose output is explained unless another is asked for.
 
-        The last position where every layer is causal, the first where it is a special or prefix token ([CLS]);
-        None where neither holds, as in models that average their outputs.
+        The last position of a decoder, or where every layer is causal; the first where it is a special or prefix token
+        ([CLS]); None where none of these holds, as in models that average their outputs.
         """
-        if all(layer.causal for layer in self.layers):
+        if self.decoder_start is not None or all(layer.causal for layer in self.layers):
             return len(self.tokens) - 1
         return 0 if self.roles[0] in ("special", "prefix") else None
 

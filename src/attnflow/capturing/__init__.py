@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -37,21 +37,19 @@ def capture(
     token id, one per example, "predicted", or a function of the model's output that returns one score per example.
     Logits (batch, token, vocabulary) are read at the last token. Parameters' gradients are left as they were.
 
+    An encoder-decoder gives one joint trace over the positions of both, the encoder's first: rollout and flow from a
+    decoder's position reach down through cross-attention to the encoder's input.
+
     Returns the trace for one example, and a list of traces for a batch of several.
 
     Raises ValueError if no attention or not all of it was seen (with the module and the way out), for a model in
-    training mode, for a text that is empty or longer than the model takes, and for attention that is not one stack of
-    square layers: windows, cross-attention, two towers.
+    training mode, for a text that is empty or longer than the model takes, and for attention that is neither one stack
+    of square layers nor an encoder with its decoder: windows, two towers.
     """
     if not isinstance(model, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         inner = getattr(model, "model", None)
         hint = "; give its .model" if isinstance(inner, torch.nn.Module) else ""
         raise ValueError(f"capture needs a torch.nn.Module; a {type(model).__name__} was given{hint}")
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} has an encoder, a decoder and cross-attention between them, which capture does "
-            "not place yet; capture its encoder alone: capture(model.get_encoder(), ...)"
-        )
     if isinstance(inputs, str) or (isinstance(inputs, list) and all(isinstance(text, str) for text in inputs)):
         inputs = huggingface.tokenize(inputs, model, tokenizer)
     args, kwargs = _arguments(inputs)
@@ -60,13 +58,12 @@ def capture(
         huggingface.check_length(ids.shape[1], model, tokenizer)
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
     recording, output = record(model, args, kwargs, chosen)
-    _, count = examples.one_stack(recording, model)
-    keep = examples.kept(recording, kwargs.get("attention_mask"))
-    labels = _Labels(model, tokenizer, ids, recording.patch_grid, tokens, count)
+    stack = examples.stack(recording, model, kwargs.get("attention_mask"), kwargs.get("decoder_attention_mask"))
+    labels = _Labels(model, tokenizer, ids, kwargs.get("decoder_input_ids"), recording.patch_grid, tokens)
     facts = _model_facts(model)
     traces = [
-        Trace(layers, *labels.of(index, keep[index]), output, facts, chosen and chosen.facts(index))
-        for index, layers in enumerate(examples.split(recording, keep))
+        Trace(stack.example(index), *labels.of(index, stack), output, facts, chosen and chosen.facts(index))
+        for index in range(len(stack.encoder))
     ]
     return traces[0] if len(traces) == 1 else traces
 
@@ -84,6 +81,9 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+_Labelled: TypeAlias = tuple[tuple[str, ...], tuple[Role, ...], tuple[int, int] | None, int | None]
+
+
 @dataclass(frozen=True)
 class _Labels:
     """What the input positions are called: words, patches, or plain numbers."""
@@ -91,31 +91,40 @@ class _Labels:
     model: torch.nn.Module
     tokenizer: Any
     ids: torch.Tensor | None
+    decoder_ids: torch.Tensor | None
     patch_grid: tuple[int, int] | None
     tokens: Sequence[str] | None
-    count: int
 
-    def of(self, index: int, keep: torch.Tensor) -> tuple[tuple[str, ...], tuple[Role, ...], tuple[int, int] | None]:
-        """Tokens, roles and grid of one example."""
-        kept = int(keep.sum())
-        roles: Sequence[Role] = ("text",) * kept
-        grid = None
-        if self.tokens is None and self.ids is not None and self.ids.shape[1] != self.count:
-            raise ValueError(
-                f"the model attends over {self.count} positions, but was given {self.ids.shape[1]} token ids; if it "
-                "adds some of its own, name all of them with tokens="
-            )
-        if self.ids is not None and self.ids.shape[1] == self.count:
-            tokens, roles = huggingface.labels(self.ids[index][keep.to(self.ids.device)].tolist(), self.tokenizer)
-        elif self.patch_grid is not None:
-            tokens, roles, grid = *vision.labels(self.model, self.patch_grid, kept), self.patch_grid
-        else:
-            tokens = [str(position) for position in range(kept)]
+    def of(self, index: int, stack: examples.Stack) -> _Labelled:
+        """Tokens, roles, grid and the decoder's start of one example."""
+        tokens, roles, grid = self._stream(stack.encoder[index], self.ids, index, patches=True)
+        start = None
+        if stack.decoder is not None:
+            start = len(tokens)
+            more_tokens, more_roles, _ = self._stream(stack.decoder[index], self.decoder_ids, index, patches=False)
+            tokens, roles = tokens + more_tokens, roles + more_roles
         if self.tokens is not None:
-            if len(self.tokens) != kept:
-                raise ValueError(f"{len(self.tokens)} tokens were given for the {kept} positions of example {index}")
-            tokens = self.tokens
-        return tuple(tokens), tuple(roles), grid
+            if len(self.tokens) != len(tokens):
+                raise ValueError(
+                    f"{len(self.tokens)} tokens were given for the {len(tokens)} positions of example {index}"
+                )
+            tokens = list(self.tokens)
+        return tuple(tokens), tuple(roles), grid, start
+
+    def _stream(
+        self, keep: torch.Tensor, ids: torch.Tensor | None, index: int, *, patches: bool
+    ) -> tuple[list[str], list[Role], tuple[int, int] | None]:
+        kept = int(keep.sum())
+        if ids is not None and ids.shape[1] == len(keep):
+            return *huggingface.labels(ids[index][keep.to(ids.device)].tolist(), self.tokenizer), None
+        if self.tokens is None and ids is not None:
+            raise ValueError(
+                f"the model attends over {len(keep)} positions, but was given {ids.shape[1]} token ids; if it adds "
+                "some of its own, name all of them with tokens="
+            )
+        if patches and ids is None and self.patch_grid is not None:
+            return *vision.labels(self.model, self.patch_grid, kept), self.patch_grid
+        return [str(position) for position in range(kept)], ["text" for _ in range(kept)], None
 
 
 def _model_facts(model: torch.nn.Module) -> dict[str, Any]:

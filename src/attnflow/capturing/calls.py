@@ -25,7 +25,8 @@ class FusedCall:
 
     Shapes: q (batch, head, query, dim); k, v (batch, head, key, dim); mask broadcastable to (batch, head, query, key),
     True where attention is allowed if boolean, else added to the logits; gradient, of the target with respect to the
-    weighted values, (batch, head, query, dim). out_projection: what joined the heads before the call returned.
+    weighted values, (batch, head, query, dim). cross: whether the
+    keys are known to be of another stream. out_projection: what joined the heads before the call returned.
     """
 
     module: str
@@ -35,6 +36,7 @@ class FusedCall:
     scale: float
     mask: torch.Tensor | None
     causal: bool
+    cross: bool = False
     out_projection: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
 
@@ -155,8 +157,6 @@ def from_multi_head(
             f"{module}: nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys attends to keys that are "
             "no tokens, which the attention graph has no place for"
         )
-    if query is not key and not torch.equal(query, key):
-        raise ValueError(f"{module} is cross-attention (keys are not queries), which capture does not place yet")
     if use_separate_proj_weight:
         weights = (q_proj_weight, k_proj_weight, v_proj_weight)
     else:
@@ -173,7 +173,8 @@ def from_multi_head(
         for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
     )
     mask = _multi_head_mask(attn_mask, key_padding_mask, batch=q.shape[0], heads=num_heads)
-    call = FusedCall(module, q, k, v, q.shape[-1] ** -0.5, mask, causal=False, out_projection=out_proj_weight)
+    cross = query is not key and not torch.equal(query, key)
+    call = FusedCall(module, q, k, v, q.shape[-1] ** -0.5, mask, False, cross, out_proj_weight)
     first = output[0] if output[0].ndim == 2 else output[0][:, 0]
     _check_reproduces(
         call,

@@ -1,40 +1,117 @@
-"""From a recorded batch to its examples: which positions are padding, and each example's own calls without them."""
+"""From a recorded batch to its examples: the stream of each call, and one example's calls without padding."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from attnflow.capturing.calls import HIDDEN, Call, FusedCall, WeightedSum
 from attnflow.capturing.recorder import Recording
-from attnflow.trace import AttentionCall, AttentionWeights, Layer, WeightsGradient
+from attnflow.trace import AttentionCall, AttentionWeights, JointLayer, Layer, WeightsGradient
+
+Stream: TypeAlias = Literal["encoder", "decoder", "cross"]
 
 # A weight on padding that is rounding, not attention.
 _NEGLIGIBLE = 1e-6
 
+_DECODER = re.compile(r"(^|\.)decoder\.")
+_CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn", re.IGNORECASE)
 
-def one_stack(recording: Recording, model: torch.nn.Module) -> tuple[int, int]:
-    """The batch size and the number of tokens that all calls share; ValueError if they share none."""
-    extents = list(dict.fromkeys(call.extent for call in recording.calls))
-    batch, queries, keys = extents[0]
-    if len(extents) > 1 or queries != keys:
-        shown = ", ".join(f"{b} x {q} x {k}" for b, q, k in extents[:4]) + (", ..." if len(extents) > 4 else "")
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """The calls of a batch with their streams, and which positions are no padding.
+
+    encoder (batch, token): of the encoder, or of the only stream there is. decoder (batch, token), or None.
+    """
+
+    calls: list[Call]
+    streams: list[Stream]
+    encoder: torch.Tensor
+    decoder: torch.Tensor | None
+
+    def example(self, index: int) -> tuple[Layer, ...]:
+        """The layers of one example among its kept positions, in forward order.
+
+        With a decoder they are joint layers over the positions of both streams. Layers that share a mask tensor share
+        the reduced mask too, so that memory grows with n, not with n squared.
+
+        Raises ValueError for an example that is all padding, and for a call that lets a token attend to padding.
+        """
+        keep = {"encoder": self.encoder[index]}
+        if self.decoder is not None:
+            keep["decoder"] = self.decoder[index]
+        if not all(bool(kept.any()) for kept in keep.values()):
+            raise ValueError(f"example {index} holds nothing but padding")
+        size = sum(int(kept.sum()) for kept in keep.values())
+        masks: dict[Any, tuple[torch.Tensor | None, bool]] = {}
+        layers: list[Layer] = []
+        for call, stream in zip(self.calls, self.streams, strict=True):
+            queries = keep["encoder" if stream == "encoder" else "decoder"]
+            keys = keep["decoder" if stream == "decoder" else "encoder"]
+            layer = _layer(call, index, queries, keys, masks)
+            if self.decoder is None:
+                layers.append(layer)
+            else:
+                start = size - int(keep["decoder"].sum())
+                places = {"encoder": (0, 0), "decoder": (start, start), "cross": (start, 0)}
+                layers.append(JointLayer(layer, *places[stream], size))
+        return tuple(layers)
+
+
+def stack(recording: Recording, model: torch.nn.Module, attention_mask: Any, decoder_attention_mask: Any) -> Stack:
+    """The calls of a recording as one stack of square layers, or as an encoder, a decoder and what joins them.
+
+    Raises ValueError if they are neither.
+    """
+    calls = recording.calls
+    joint = getattr(getattr(model, "config", None), "is_encoder_decoder", False) or any(
+        isinstance(call, FusedCall) and call.cross for call in calls
+    )
+    streams: list[Stream] = _streams(calls) if joint else ["encoder" for _ in calls]
+    parts = {name: [c for c, s in zip(calls, streams, strict=True) if s == name] for name in dict.fromkeys(streams)}
+    extents = {name: {call.extent for call in part} for name, part in parts.items()}
+    batches = {extent[0] for extent in set[tuple[int, int, int]]().union(*extents.values())}
+    square = all(extent[1] == extent[2] for name in ("encoder", "decoder") for extent in extents.get(name, ()))
+    if len(batches) > 1 or not square or any(len(sizes) > 1 for sizes in extents.values()):
+        shown = list(dict.fromkeys(f"{b} x {q} x {k}" for b, q, k in (call.extent for call in calls)))
         raise ValueError(
             f"the attention calls of {type(model).__name__} are not one stack of square layers; (batch x query x key) "
-            f"is {shown}: windows, pooling by attention, cross-attention or several towers, which capture does not "
-            "place yet; capture one tower (for instance model.vision_model)"
+            f"is {', '.join(shown[:4])}{', ...' if len(shown) > 4 else ''}: windows, pooling by attention or several "
+            "towers, which capture does not place yet; capture one tower (for instance model.vision_model)"
         )
-    return batch, queries
+    encoder = _kept([*parts.get("encoder", []), *parts.get("cross", [])], attention_mask)
+    decoder = None
+    if "decoder" in parts:
+        decoder = _kept(parts["decoder"], decoder_attention_mask)
+    elif "cross" in parts:
+        decoder = torch.ones(parts["cross"][0].extent[:2], dtype=torch.bool)
+    return Stack(calls, streams, encoder, decoder)
 
 
-def kept(recording: Recording, attention_mask: Any) -> torch.Tensor:
-    """(batch, token), True where a token is no padding."""
-    batch, count, _ = recording.calls[0].extent
+def _streams(calls: list[Call]) -> list[Stream]:
+    """The streams of an encoder-decoder's calls, or of a decoder that stands alone and is given what it attends to."""
+    alone = not any(_DECODER.search(call.module) for call in calls)
+    streams: list[Stream] = []
+    for call in calls:
+        if (isinstance(call, FusedCall) and call.cross) or _CROSS.search(call.module):
+            streams.append("cross")
+        else:
+            streams.append("decoder" if alone or _DECODER.search(call.module) else "encoder")
+    return streams
+
+
+def _kept(calls: Sequence[Call], attention_mask: Any) -> torch.Tensor:
+    """(batch, key), True where a key is no padding: as the mask says, or else where some query may attend to it."""
+    batch, _, count = calls[0].extent
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (batch, count):
         return attention_mask != 0
     visible = torch.zeros(batch, count, dtype=torch.bool)
-    for call in recording.calls:
+    for call in calls:
         visible |= _seen_keys(call)
     return visible
 
@@ -46,67 +123,50 @@ def _seen_keys(call: Call) -> torch.Tensor:
     return torch.ones(1, 1, dtype=torch.bool) if call.mask is None else _allowed(call.mask).any(1).any(1).cpu()
 
 
-def split(recording: Recording, keep: torch.Tensor) -> list[tuple[Layer, ...]]:
-    """The calls of each example among its kept positions; `keep` is (batch, token).
-
-    Layers that share a mask tensor share the reduced mask too, so that memory grows with n, not with n squared.
-    Raises ValueError for an example that is all padding, and for a call that lets a token attend to padding.
-    """
-    return [_example(recording.calls, index, keep[index]) for index in range(len(keep))]
-
-
-def _example(calls: list[Call], index: int, keep: torch.Tensor) -> tuple[Layer, ...]:
-    if not keep.any():
-        raise ValueError(f"example {index} holds nothing but padding")
-    reduced: dict[Any, tuple[torch.Tensor | None, bool]] = {}
-    layers: list[Layer] = []
-    for call in calls:
-        if isinstance(call, WeightedSum):
-            layers.append(_kept_weights(call, index, keep.to(call.weights.device)))
-            continue
-        mine = keep.to(call.q.device)
-        key = call.causal if call.mask is None else (call.mask.data_ptr(), call.mask.shape, call.mask.stride())
-        if key not in reduced:
-            reduced[key] = _reduced_mask(call, index, mine)
-        mask, causal = reduced[key]
-        q, k = _kept_rows(call.q, index, mine), _kept_rows(call.k, index, mine)
-        layers.append(AttentionCall(call.module, q, k, call.scale, mask, causal, _gradient(call, index, mine)))
-    return tuple(layers)
+def _layer(
+    call: Call,
+    index: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    masks: dict[Any, tuple[torch.Tensor | None, bool]],
+) -> AttentionCall | AttentionWeights:
+    """One call of one example among its kept queries and keys."""
+    device = call.weights.device if isinstance(call, WeightedSum) else call.q.device
+    queries, keys = queries.to(device), keys.to(device)
+    gradient = None
+    if call.gradient is not None and call.v is not None:
+        gradient = WeightsGradient(_rows(call.gradient, index, queries), _rows(call.v, index, keys))
+    if isinstance(call, WeightedSum):
+        weights = _rows(call.weights, index, queries)
+        if (weights[..., ~keys] > _NEGLIGIBLE).any():
+            raise ValueError(f"{call.module} attends to padding: it gives weight to what the mask hides")
+        return AttentionWeights(call.module, weights[..., keys], captured=True, gradient=gradient)
+    shared = call.causal if call.mask is None else (call.mask.data_ptr(), call.mask.shape, call.mask.stride())
+    if shared not in masks:
+        masks[shared] = _reduced_mask(call, index, queries, keys)
+    q, k = _rows(call.q, index, queries), _rows(call.k, index, keys)
+    return AttentionCall(call.module, q, k, call.scale, *masks[shared], gradient)
 
 
-def _kept_weights(call: WeightedSum, index: int, keep: torch.Tensor) -> AttentionWeights:
-    weights = call.weights[index]
-    if not keep.all():
-        weights = weights[:, keep]
-        if (weights[..., ~keep] > _NEGLIGIBLE).any():
-            raise ValueError(f"{call.module} attends to padding: it gives weight to what attention_mask hides")
-        weights = weights[..., keep]
-    return AttentionWeights(call.module, weights, captured=True, gradient=_gradient(call, index, keep))
-
-
-def _gradient(call: Call, index: int, keep: torch.Tensor) -> WeightsGradient | None:
-    if call.v is None or call.gradient is None:
-        return None
-    return WeightsGradient(_kept_rows(call.gradient, index, keep), _kept_rows(call.v, index, keep))
-
-
-def _kept_rows(x: torch.Tensor, index: int, keep: torch.Tensor) -> torch.Tensor:
+def _rows(x: torch.Tensor, index: int, keep: torch.Tensor) -> torch.Tensor:
     """(head, token, dim) of one example among its kept tokens."""
     return x[index] if keep.all() else x[index][:, keep]
 
 
-def _reduced_mask(call: FusedCall, index: int, keep: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-    """(mask, causal) among the kept tokens of one example; a mask that hides nothing, or just the future, is None."""
+def _reduced_mask(
+    call: FusedCall, index: int, queries: torch.Tensor, keys: torch.Tensor
+) -> tuple[torch.Tensor | None, bool]:
+    """(mask, causal) among the kept positions; a mask that hides nothing, or just the future, becomes None."""
     if call.mask is None:
-        if not keep.all() and not (call.causal and keep.long().diff().le(0).all()):
+        if not keys.all() and not (call.causal and keys.long().diff().le(0).all()):
             raise ValueError(f"{call.module} attends to padding: the model was given no mask that hides it")
         return None, call.causal
     mask = call.mask.expand(call.q.shape[0], -1, -1, -1)[index]
-    if _allowed(mask).expand(-1, len(keep), -1)[:, keep][..., ~keep].any():
-        raise ValueError(f"{call.module} attends to padding: its mask shows what attention_mask hides")
-    mask = mask[..., keep]
     if mask.shape[1] > 1:
-        mask = mask[:, keep]
+        mask = mask[:, queries]
+    if _allowed(mask)[..., ~keys].any():
+        raise ValueError(f"{call.module} attends to padding: its mask shows what the inputs' mask hides")
+    mask = mask[..., keys]
     allowed = _allowed(mask)
     if mask.dtype != torch.bool:
         if bool((allowed & (mask != 0)).any()):
