@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 HeadFusion: TypeAlias = Literal["mean", "max", "min"]
 
 HEAD_FUSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mean": lambda attention: attention.mean(0),
+    "mean": lambda attention: attention.mean(0, dtype=_double(attention)),
     "max": lambda attention: attention.amax(0),
     "min": lambda attention: attention.amin(0),
 }
@@ -22,8 +22,8 @@ HEAD_FUSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 # How far a row of attention may be from 1 before a residual beside it loses its meaning: half precision strays by 1e-3.
 ROW_SUM_TOLERANCE = 5e-3
 
-# Attention weights (head, query, key) in one tile: 64 MB in double precision.
-TILE = 2**23
+# Attention weights (head, query, key) in one tile: 16 MB in single precision; twice or half of it is no faster.
+TILE = 2**22
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,22 +78,23 @@ class Transition:
             yield wanted[start : start + step], self._rows(wanted[start : start + step])
 
     def _rows(self, queries: list[int]) -> torch.Tensor:
-        import torch
-
         attention = self.layer.attention(queries)
-        if attention.device.type != "mps":  # which has no float64
-            attention = attention.double()
-        self._check(attention, queries)
         fused = attention[self.head] if self.head is not None else HEAD_FUSIONS[self.head_fusion](attention)
+        # Negative weights can only be in arrays that were given; what is not finite shows in the fusion of any.
+        given = isinstance(self.layer, AttentionWeights) and not self.layer.captured
+        if given or not bool(fused.isfinite().all()):
+            self._check(attention, queries)
+        fused = fused.to(_double(fused))
         if not self.residual:
             return fused
         if self.head is None and self.head_fusion != "mean":
-            fused = fused / fused.sum(-1, keepdim=True).clamp_min(torch.finfo(fused.dtype).tiny)
+            fused = fused / fused.sum(-1, keepdim=True).clamp_min(1e-300)
         mixed = (1 - self.residual) * fused
         mixed[range(len(queries)), queries] += self.residual
         return mixed
 
     def _check(self, attention: torch.Tensor, queries: list[int]) -> None:
+        """Refuse weights that are not finite or negative and, with a residual, rows that do not sum to 1."""
         wrong = ~attention.isfinite() | (attention < 0)
         if wrong.any():
             head, query, key = wrong.nonzero()[0].tolist()
@@ -103,11 +104,17 @@ class Transition:
             )
         sums = attention.sum(-1)
         wrong = (sums - 1).abs() > ROW_SUM_TOLERANCE
-        given = isinstance(self.layer, AttentionWeights) and not self.layer.captured
-        if self.residual and given and wrong.any():
+        if self.residual and wrong.any():
             head, query = wrong.nonzero()[0].tolist()
             raise ValueError(
                 f"with a residual the rows of attention must sum to 1; layer {self.number}, head {head}, query "
                 f"{queries[query]} sums to {sums[head, query].item():.6g}; pass residual=0 to take the matrices as "
                 "they are"
             )
+
+
+def _double(x: torch.Tensor) -> torch.dtype:
+    """float64, but on MPS, which has none."""
+    import torch
+
+    return torch.float32 if x.device.type == "mps" else torch.float64

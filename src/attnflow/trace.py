@@ -67,13 +67,13 @@ class AttentionCall:
 
         precision = torch.promote_types(self.q.dtype, torch.float32)
         k = self.k.to(precision).repeat_interleave(self.q.shape[0] // self.k.shape[0], dim=0)
-        logits = self.q[:, queries].to(precision) @ k.mT * self.scale
+        logits = (self.q[:, queries].to(precision) * self.scale) @ k.mT
         if self.mask is not None:
             mask = self.mask[:, queries] if self.mask.shape[1] > 1 else self.mask
-            logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+            logits = logits.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
         if self.causal:
             query, key = (torch.arange(count, device=logits.device) for count in self.shape[1:])
-            logits = logits.masked_fill(key > query[queries][:, None], float("-inf"))
+            logits.masked_fill_(key > query[queries][:, None], float("-inf"))
         return logits.softmax(-1)
 
 
