@@ -20,7 +20,8 @@ ALLOWED = {
     "mixing": {"trace"},
     "propagate": set(),
     "show": {"relevance"},
-    "methods": {"trace", "relevance", "mixing", "propagate"},
+    "graph": {"trace", "mixing"},
+    "methods": {"trace", "relevance", "mixing", "graph", "propagate"},
     "cli": {"trace", "relevance", "capturing", "methods", "show"},
 }
 

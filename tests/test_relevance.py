@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import attnflow
-from attnflow.relevance import Relevance, query_positions, write_whole
+from attnflow.relevance import Relevance, write_whole
 
 
 @pytest.fixture(scope="module")
@@ -92,31 +92,3 @@ def test_top_and_normalized(minilm_trace):
 
 def test_row_is_the_topmost_layer_averaged_over_queries(relevance):
     np.testing.assert_allclose(relevance.row, relevance.scores[-1].mean(0))
-
-
-LABELS = ("[CLS]", "the", "cat", "the", "[SEP]")
-
-
-def test_queries_are_positions_or_tokens():
-    assert query_positions(None, LABELS) == (0, 1, 2, 3, 4)
-    assert query_positions("all", LABELS) == (0, 1, 2, 3, 4)
-    assert query_positions("cat", LABELS) == (2,)
-    assert query_positions(-1, LABELS) == (4,)
-    assert query_positions(np.int64(1), LABELS) == (1,)
-    assert query_positions([0, -2], LABELS) == (0, 3)
-    assert query_positions("all", ("for", "all")) == (1,)
-
-
-@pytest.mark.parametrize(
-    ("query", "message"),
-    [
-        ("the", r"the token 'the' occurs at \[1, 3\]: give one of these positions"),
-        ("dog", r"no token is 'dog'; the tokens are: \[CLS\] the cat the \[SEP\]"),
-        (5, "query 5 is out of range: there are 5 queries, 0 to 4"),
-        (-6, "query -6 is out of range"),
-        ([], "the list of queries is empty"),
-    ],
-)
-def test_bad_queries(query, message):
-    with pytest.raises(ValueError, match=message):
-        query_positions(query, LABELS)

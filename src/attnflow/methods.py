@@ -6,18 +6,17 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from attnflow.graph import AttentionGraph, LayerChoice, attention_graph
 from attnflow.mixing import ROW_SUM_TOLERANCE, HeadFusion, Transition
 from attnflow.propagate import flow as _flow
 from attnflow.propagate import rollout as _rollout
-from attnflow.relevance import Relevance, query_positions
-from attnflow.trace import JointLayer, Trace
+from attnflow.relevance import Relevance
+from attnflow.trace import JointLayer, Query, Trace
 
-Query: TypeAlias = int | str | Sequence[int] | None
-LayerChoice: TypeAlias = int | Literal["all"]
 Carry: TypeAlias = Callable[[Any, Sequence[Transition]], Any]
 
 
@@ -172,71 +171,39 @@ def _explain(
     head_fusion: HeadFusion,
     residual: float | None,
 ) -> Relevance:
-    """Mix a trace's layers into transitions, carry them down, and write the recipe.
-
-    start_layer None takes in the explained layer alone.
-    """
-    trace = attention if isinstance(attention, Trace) else Trace.from_arrays(attention)
-    if residual is None:
-        residual = 0.5 if trace is attention else 0.0
-    count = len(trace.layers)
-    bottom = 0 if start_layer is None else _layer_number("start_layer", start_layer, count)
-    explained = range(bottom, count) if layer == "all" else [_layer_number("layer", layer, count)]
-    if explained[0] < bottom:
-        raise ValueError(f"start_layer {bottom} lies above the explained layer {explained[0]}")
-    sizes = {trace.layers[number].shape[1] for number in explained}
-    if len(sizes) > 1:
-        raise ValueError(f"layer='all' needs as many queries in every layer; there are {sorted(sizes)}")
-    labels = _labels(trace, trace.layers[explained[0]].shape[1])
-    queries = query_positions(query, labels)
-
-    def edges(number: int, head: int | None = None) -> Transition:
-        return Transition(trace.layers[number], number, head_fusion, residual, head)
-
-    below = [] if start_layer is None else [edges(number) for number in range(bottom, explained[-1])]
-    rows = [carry(edges(number, head).matrix(queries), below[: number - bottom]) for number in explained]
+    """Carry the edges of the explained layers down through the graph below them, and write the recipe."""
+    graph = attention_graph(
+        attention,
+        query=query,
+        layer=layer,
+        start_layer=start_layer,
+        head=head,
+        head_fusion=head_fusion,
+        residual=residual,
+    )
+    rows = [carry(graph.top(number), graph.below(number)) for number in graph.explained]
     scores = np.stack([np.asarray(row.cpu() if hasattr(row, "cpu") else row, dtype=np.float64) for row in rows])
-    settings = {
-        "query": list(queries) if len(queries) < len(labels) else "all",
-        "layer": layer if layer == "all" else explained[0],
-        "start_layer": explained[0] if start_layer is None and layer != "all" else start_layer,
-        "head": head,
-        "head_fusion": head_fusion,
-        "residual": residual,
-    }
-    tokens = _labels(trace, scores.shape[-1])
-    whole = len(trace.tokens) == len(tokens)
     return Relevance(
         scores=scores if layer == "all" else scores[0],
-        tokens=tokens,
-        roles=trace.roles if whole else ("text",) * len(tokens),
-        queries=queries,
-        query_tokens=tuple(labels[position] for position in queries),
-        layers=tuple(explained),
-        grid=trace.grid if whole else None,
-        recipe=_recipe(method, settings, trace),
+        tokens=graph.tokens,
+        roles=graph.roles,
+        queries=graph.queries,
+        query_tokens=graph.query_tokens,
+        layers=graph.explained,
+        grid=graph.trace.grid if graph.tokens is graph.trace.tokens else None,
+        recipe=_recipe(method, graph),
     )
 
 
-def _layer_number(setting: str, layer: int, count: int) -> int:
-    if not isinstance(layer, int | np.integer) or not -count <= layer < count:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"{setting} {layer!r} is out of range: there are {count} layers, 0 to {count - 1}")
-    return int(layer) % count
-
-
-def _labels(trace: Trace, count: int) -> tuple[str, ...]:
-    """The trace's tokens where a layer has as many positions as the input, else plain numbers."""
-    return trace.tokens if len(trace.tokens) == count else tuple(str(position) for position in range(count))
-
-
-def _recipe(method: str, settings: dict[str, Any], trace: Trace) -> dict[str, Any]:
-    model = {name: fact for name, fact in trace.model.items() if name != "versions"}
+def _recipe(method: str, graph: AttentionGraph) -> dict[str, Any]:
+    facts = graph.trace.model
+    model = {name: fact for name, fact in facts.items() if name != "versions"}
     versions = {"attnflow": version("attnflow"), "python": platform.python_version(), "numpy": np.__version__}
-    heads = trace.layers[0].shape[0]
+    layers = graph.trace.layers
     return {
         "method": method,
-        "settings": settings,
-        "model": {**model, "layers": len(trace.layers), "heads": heads},
-        "versions": versions | trace.model.get("versions", {}),
+        "settings": graph.settings,
+        "model": {**model, "layers": len(layers), "heads": layers[0].shape[0]},
+        "versions": versions | facts.get("versions", {}),
         "checks": {},
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -174,30 +174,3 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
-
-
-def query_positions(query: int | str | Sequence[int] | None, labels: Sequence[str]) -> tuple[int, ...]:
-    """The positions that `query` names among the query `labels`.
-
-    An index (negative from the end), several, a label that occurs once ("[CLS]"), or None or "all" for every one.
-
-    Raises ValueError for a position out of range, or a label that is absent or occurs more than once.
-    """
-    count = len(labels)
-    if query is None or (isinstance(query, str) and query == "all" and "all" not in labels):
-        return tuple(range(count))
-    if isinstance(query, str):
-        found = [position for position, label in enumerate(labels) if label == query]
-        if len(found) == 1:
-            return (found[0],)
-        if found:
-            raise ValueError(f"the token {query!r} occurs at {found}: give one of these positions as the query")
-        shown = " ".join(labels[:20]) + (" ..." if count > 20 else "")
-        raise ValueError(f"no token is {query!r}; the tokens are: {shown}")
-    wanted = [query] if isinstance(query, int | np.integer) else list(query)
-    if not wanted:
-        raise ValueError("the list of queries is empty; give at least one position, or None for all")
-    for position in wanted:
-        if not -count <= position < count:
-            raise ValueError(f"query {position} is out of range: there are {count} queries, 0 to {count - 1}")
-    return tuple(int(position) % count for position in wanted)

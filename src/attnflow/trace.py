@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsIndex, TypeAlias, get_args
 
 if TYPE_CHECKING:
     import torch
 
 Role: TypeAlias = Literal["text", "special", "prefix", "patch"]
 ROLES: tuple[Role, ...] = get_args(Role)
+
+# Positions: one, several, the token at one, or None for all.
+Query: TypeAlias = int | str | Sequence[int] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,3 +282,30 @@ def layer_arrays(attention: Any) -> list[torch.Tensor]:
             )
         layers[number] = layer[0] if layer.ndim == 4 else layer[None] if layer.ndim == 2 else layer
     return layers
+
+
+def query_positions(query: Query, labels: Sequence[str]) -> tuple[int, ...]:
+    """The positions that `query` names among the query `labels`.
+
+    An index (negative from the end), several, a label that occurs once ("[CLS]"), or None or "all" for every one.
+
+    Raises ValueError for a position out of range, or a label that is absent or occurs more than once.
+    """
+    count = len(labels)
+    if query is None or (isinstance(query, str) and query == "all" and "all" not in labels):
+        return tuple(range(count))
+    if isinstance(query, str):
+        found = [position for position, label in enumerate(labels) if label == query]
+        if len(found) == 1:
+            return (found[0],)
+        if found:
+            raise ValueError(f"the token {query!r} occurs at {found}: give one of these positions as the query")
+        shown = " ".join(labels[:20]) + (" ..." if count > 20 else "")
+        raise ValueError(f"no token is {query!r}; the tokens are: {shown}")
+    wanted = [query] if isinstance(query, SupportsIndex) else list(query)
+    if not wanted:
+        raise ValueError("the list of queries is empty; give at least one position, or None for all")
+    for position in wanted:
+        if not -count <= position < count:
+            raise ValueError(f"query {position} is out of range: there are {count} queries, 0 to {count - 1}")
+    return tuple(int(position) % count for position in wanted)

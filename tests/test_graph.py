@@ -1,0 +1,42 @@
+"""Which queries and layers the settings name."""
+
+import numpy as np
+import pytest
+
+from attnflow.graph import attention_graph
+from attnflow.trace import query_positions
+
+LABELS = ("[CLS]", "the", "cat", "the", "[SEP]")
+
+
+def test_queries_are_positions_or_tokens():
+    assert query_positions(None, LABELS) == (0, 1, 2, 3, 4)
+    assert query_positions("all", LABELS) == (0, 1, 2, 3, 4)
+    assert query_positions("cat", LABELS) == (2,)
+    assert query_positions(-1, LABELS) == (4,)
+    assert query_positions(np.int64(1), LABELS) == (1,)
+    assert query_positions([0, -2], LABELS) == (0, 3)
+    assert query_positions("all", ("for", "all")) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("the", r"the token 'the' occurs at \[1, 3\]: give one of these positions"),
+        ("dog", r"no token is 'dog'; the tokens are: \[CLS\] the cat the \[SEP\]"),
+        (5, "query 5 is out of range: there are 5 queries, 0 to 4"),
+        (-6, "query -6 is out of range"),
+        ([], "the list of queries is empty"),
+    ],
+)
+def test_bad_queries(query, message):
+    with pytest.raises(ValueError, match=message):
+        query_positions(query, LABELS)
+
+
+def test_transitions_are_made_for_what_is_asked():
+    graph = attention_graph(np.full((4, 3, 3), 1 / 3), layer=2, start_layer=1, query=[2, 0])
+    assert (graph.explained, graph.queries, graph.query_tokens) == ((2,), (2, 0), ("2", "0"))
+    assert graph.top(2).shape == (2, 3)
+    assert [transition.number for transition in graph.below(2)] == [1]
+    assert graph.settings["residual"] == 0
