@@ -238,6 +238,19 @@ def test_half_precision_weights_are_those_of_its_queries_and_keys():
     torch.testing.assert_close(layer.attention().sum(-1), torch.ones(4, 7))
 
 
+def test_a_compiled_model_is_captured_from_the_original():
+    model, inputs, expected = FAMILIES["bert"]()
+    for trace, own in zip(capture(torch.compile(model), inputs), expected()[0], strict=True):
+        torch.testing.assert_close(trace.layers[0].attention(), own, atol=1e-5, rtol=0)
+
+
+def test_a_model_inside_timms_wrapper_for_transformers(tmp_path):
+    config = hf.TimmWrapperConfig(architecture="vit_tiny_patch16_224", do_pooling=True, model_args={"depth": 2})
+    model = hf.TimmWrapperModel(config).eval()
+    trace = capture(model, {"pixel_values": images(224, 224)})[0]
+    assert (len(trace.layers), trace.grid, trace.tokens[0]) == (2, (14, 14), "[CLS]")
+
+
 def test_real_bert_equals_its_eager_self(minilm, minilm_eager, minilm_trace):
     from conftest import SENTENCE
 

@@ -51,6 +51,10 @@ class Options:
     """How heads become one matrix."""
     residual: float | None = None
     """The weight of the identity in each layer; by default 0.5, and 0 for raw attention."""
+    words: Annotated[bool, Parameter(negative=())] = False
+    """Merge the pieces of each word: summed as tokens, averaged as queries."""
+    drop: Annotated[tuple[Literal["special", "prefix"], ...], Parameter(negative=())] = ()
+    """Leave out the tokens of a role from what is shown and written; their share is said."""
     output: Annotated[tuple[Path, ...], Parameter(name=["--output", "-o"], negative=())] = ()
     """Write a file, by suffix: a picture (.png, .svg, .pdf) or data (.json, .npz). May be given several times."""
     picture: Literal["map", "graph"] = "map"
@@ -179,6 +183,10 @@ def _deliver(trace: Trace, options: Options, *, default_layer: str, image: Image
         raise ValueError(f"method {options.method!r} is unknown; choose one of {', '.join(METHODS)}")
     layer = options.layer if options.layer is not None else default_layer
     relevance = _compute(trace, options.method, options, layer)
+    if options.words:
+        relevance = relevance.by_word()
+    if options.drop:
+        relevance = relevance.without(*options.drop)
     if options.json:
         _print_json(relevance.as_dict())
     else:

@@ -11,11 +11,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from attnflow.graph import AttentionGraph, LayerChoice, attention_graph
+from attnflow.layers import JointLayer
 from attnflow.mixing import ROW_SUM_TOLERANCE, HeadFusion, Transition
 from attnflow.propagate import flow as _flow
 from attnflow.propagate import rollout as _rollout
 from attnflow.relevance import Relevance
-from attnflow.trace import JointLayer, Query, Trace
+from attnflow.trace import Query, Trace
 
 Carry: TypeAlias = Callable[[Any, Sequence[Transition]], Any]
 
@@ -191,6 +192,7 @@ def _explain(
         query_tokens=graph.query_tokens,
         layers=graph.explained,
         grid=graph.trace.grid if graph.tokens is graph.trace.tokens else None,
+        words=graph.trace.words if graph.tokens is graph.trace.tokens else None,
         recipe=_recipe(method, graph),
     )
 

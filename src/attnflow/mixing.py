@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from attnflow.trace import AttentionWeights, Layer
+from attnflow.layers import AttentionWeights, Layer
 
 if TYPE_CHECKING:
     import torch

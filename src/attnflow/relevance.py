@@ -34,7 +34,7 @@ class Relevance:
     method's own, unnormalised: a rollout row sums to 1, a flow is the value of a maximum flow in units of capacity.
     tokens, roles: the input positions (columns). queries, query_tokens: positions and labels of the rows.
     layers: which layers' queries the scores explain, counted from 0 at the input; one for (query, token) scores.
-    grid: (rows, columns) of the patches among the tokens, or None.
+    grid: (rows, columns) of the patches among the tokens, or None. words: the word that each token belongs to, or None.
     recipe: method, settings, model, versions and checks: what is needed to make the scores again.
     """
 
@@ -45,6 +45,7 @@ class Relevance:
     query_tokens: tuple[str, ...]
     layers: tuple[int, ...]
     grid: tuple[int, int] | None = None
+    words: tuple[int, ...] | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
@@ -81,6 +82,55 @@ class Relevance:
         total = self.scores.sum(axis=-1, keepdims=True)
         scores = np.divide(self.scores, total, out=np.zeros_like(self.scores), where=total != 0)
         return replace(self, scores=scores, recipe={**self.recipe, "scaling": "each row divided by its sum"})
+
+    def by_word(self) -> Relevance:
+        """The same with the pieces of each word merged: scores are summed over them as tokens, averaged as queries.
+
+        Labels are joined without the mark of WordPiece ("##"). Raises ValueError where the words are not known: merge
+        them before leaving roles out.
+        """
+        if self.words is None:
+            raise ValueError("these scores do not know which tokens are pieces of a word: capture with a tokenizer")
+        starts = [i for i, word in enumerate(self.words) if i == 0 or word != self.words[i - 1]]
+        scores = np.add.reduceat(self.scores, starts, axis=-1)
+        of_query = [self.words[position] for position in self.queries]
+        words = list(dict.fromkeys(of_query))
+        rows = [scores[..., [i for i, word in enumerate(of_query) if word == one], :].mean(-2) for one in words]
+        place = {self.words[start]: number for number, start in enumerate(starts)}
+        pieces = np.split(np.array(self.tokens, dtype=object), starts[1:])
+        joined = ("".join([group[0], *(piece.removeprefix("##") for piece in group[1:])]) for group in pieces)
+        labels = [label.lstrip("␣") or label for label in joined]
+        return replace(
+            self,
+            scores=np.stack(rows, axis=-2),
+            tokens=tuple(labels),
+            roles=tuple(self.roles[start] for start in starts),
+            queries=tuple(place[word] for word in words),
+            query_tokens=tuple(labels[place[word]] for word in words),
+            words=None,
+            recipe={**self.recipe, "pieces": "summed over the tokens of a word, averaged over its queries"},
+        )
+
+    def without(self, *roles: str) -> Relevance:
+        """The same without the tokens of some roles ("special", "prefix"), which often take most of the relevance.
+
+        The share of the scores that is left out stands in the recipe. Raises ValueError if nothing would be left.
+        """
+        keep = [i for i, role in enumerate(self.roles) if role not in roles]
+        if not keep:
+            raise ValueError(
+                f"nothing is left without {', '.join(roles)}: all {len(self.tokens)} tokens are of these roles"
+            )
+        total = float(self.scores.sum())
+        share = 1 - float(self.scores[..., keep].sum()) / total if total else 0.0
+        return replace(
+            self,
+            scores=self.scores[..., keep],
+            tokens=tuple(self.tokens[i] for i in keep),
+            roles=tuple(self.roles[i] for i in keep),
+            words=None,
+            recipe={**self.recipe, "left_out": {"roles": list(roles), "share": share}},
+        )
 
     def with_checks(self, checks: Mapping[str, Any]) -> Relevance:
         """The same with facts about how far the scores can be trusted in the recipe."""
@@ -121,6 +171,7 @@ class Relevance:
         for name in ("tokens", "roles", "queries", "query_tokens", "layers"):
             result[name] = list(getattr(self, name))
         result["grid"] = list(self.grid) if self.grid else None
+        result["words"] = list(self.words) if self.words else None
         if with_scores:
             result["scores"] = self.scores.tolist()
         return result
@@ -148,6 +199,7 @@ class Relevance:
                 query_tokens=tuple(content["query_tokens"]),
                 layers=tuple(content["layers"]),
                 grid=tuple(content["grid"]) if content["grid"] else None,
+                words=tuple(content["words"]) if content["words"] else None,
                 recipe=content["recipe"],
             )
         except OSError:

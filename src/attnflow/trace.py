@@ -1,4 +1,4 @@
-"""What one forward pass attended to: `Trace`, and the two kinds of layer it is made of.
+"""What one forward pass attended to: `Trace`.
 
 Positions are counted from 0, and so are layers: layer 0 is the one nearest the input. Negative layers count from
 the top. Arrays are ordered (layer, head, query, key).
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsIndex, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
+
+from attnflow.layers import AttentionWeights, Layer
 
 if TYPE_CHECKING:
     import torch
@@ -20,140 +22,13 @@ ROLES: tuple[Role, ...] = get_args(Role)
 Query: TypeAlias = int | str | Sequence[int] | None
 
 
-@dataclass(frozen=True, eq=False)
-class WeightsGradient:
-    """The gradient of a target with respect to one layer's attention weights, kept as its two factors.
+class Sink(NamedTuple):
+    """A token with the share of all attention of a layer that it receives."""
 
-    The weighted values are W V, so dW = dO V^T per head, exactly, with no graph through the weights.
-    Shapes: output (head, query, dim), the gradient dO with respect to the weighted values; v (head, key, dim).
-    """
-
-    output: torch.Tensor
-    v: torch.Tensor
-
-    def of(self, queries: slice | list[int]) -> torch.Tensor:
-        """The gradient (head, query, key) for some queries, in float32 or better."""
-        import torch
-
-        precision = torch.promote_types(self.v.dtype, torch.float32)
-        v = self.v.to(precision).repeat_interleave(self.output.shape[0] // self.v.shape[0], dim=0)
-        return self.output[:, queries].to(precision) @ v.mT
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
-    """The arguments of one attention call, kept instead of its weights: memory grows with n, not with n squared.
-
-    The weights are softmax(scale * q k^T + mask), head by head, computed on the device of `q` when asked for.
-
-    Shapes: q (head, query, dim); k (head, key, dim), where fewer key heads than query heads mean grouped-query
-    attention; mask broadcastable to (head, query, key), True where attention is allowed if boolean, else added to
-    the logits. `causal` lets query i see keys 0 to i. gradient: of the trace's target, if it has one.
-    """
-
-    name: str
-    q: torch.Tensor
-    k: torch.Tensor
-    scale: float
-    mask: torch.Tensor | None = None
-    causal: bool = False
-    gradient: WeightsGradient | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(head, query, key)."""
-        return self.q.shape[0], self.q.shape[1], self.k.shape[1]
-
-    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
-        """The attention weights (head, query, key) of some queries, in float32 or better; rows sum to 1."""
-        import torch
-
-        precision = torch.promote_types(self.q.dtype, torch.float32)
-        k = self.k.to(precision).repeat_interleave(self.q.shape[0] // self.k.shape[0], dim=0)
-        logits = (self.q[:, queries].to(precision) * self.scale) @ k.mT
-        if self.mask is not None:
-            mask = self.mask[:, queries] if self.mask.shape[1] > 1 else self.mask
-            logits = logits.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
-        if self.causal:
-            query, key = (torch.arange(count, device=logits.device) for count in self.shape[1:])
-            logits.masked_fill_(key > query[queries][:, None], float("-inf"))
-        return logits.softmax(-1)
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionWeights:
-    """Ready attention weights (head, query, key) of one layer.
-
-    captured: whether a model computed them before our eyes, so that rows that do not sum to 1 are its way (a sink that
-    takes a share and is left out), and not a mistake in an array that somebody gave.
-    """
-
-    name: str
-    weights: torch.Tensor
-    captured: bool = False
-    gradient: WeightsGradient | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(head, query, key)."""
-        head, query, key = self.weights.shape
-        return head, query, key
-
-    @property
-    def causal(self) -> bool:
-        """Whether the layer is square, of more than one position, and never looks ahead."""
-        _, queries, keys = self.shape
-        return queries == keys > 1 and not bool(self.weights.triu(1).any())
-
-    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
-        """The attention weights (head, query, key) of some queries, as they were given."""
-        return self.weights[:, queries]
-
-
-@dataclass(frozen=True, eq=False)
-class JointLayer:
-    """A layer of an encoder-decoder in the joint graph of both streams: encoder positions first, then the decoder's.
-
-    The positions that the layer does not concern are passed on as they are (each attends to itself alone), so that a
-    product of joint layers, or a flow through them, is the one through encoder, cross-attention and decoder.
-
-    layer: attention from positions starting at `queries_at` to positions starting at `keys_at`, of `size` in all.
-    """
-
-    layer: AttentionCall | AttentionWeights
-    queries_at: int
-    keys_at: int
-    size: int
-
-    @property
-    def name(self) -> str:
-        """The module's name."""
-        return self.layer.name
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(head, query, key)."""
-        return self.layer.shape[0], self.size, self.size
-
-    causal: ClassVar[bool] = False
-
-    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
-        """The weights (head, query, key) of some queries; those outside the layer attend to themselves."""
-        heads, inside, keys = self.layer.shape
-        wanted = list(range(self.size))[queries] if isinstance(queries, slice) else queries
-        own = [
-            (row, query - self.queries_at) for row, query in enumerate(wanted) if 0 <= query - self.queries_at < inside
-        ]
-        attention = self.layer.attention([query for _, query in own])
-        joint = attention.new_zeros(heads, len(wanted), self.size)
-        joint[:, range(len(wanted)), wanted] = 1
-        rows = [row for row, _ in own]
-        joint[:, rows] = 0
-        joint[:, rows, self.keys_at : self.keys_at + keys] = attention
-        return joint
-
-
-Layer: TypeAlias = AttentionCall | AttentionWeights | JointLayer
+    layer: int
+    position: int
+    token: str
+    share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +38,7 @@ class Trace:
     layers: layer 0 nearest the input. Each layer's keys are the queries of the layer below.
     tokens: a label for every input position; roles: what each is ("text", "special", "prefix", "patch").
     grid: (rows, columns) of the patches, which follow the prefix tokens; None for text.
+    words: the number of the word that each position belongs to, for text whose tokens are pieces of words; or None.
     decoder_start: where the decoder's positions begin, if there are an encoder and a decoder in one joint graph.
     output: what the model returned, for the whole batch. model: facts for the recipe (class, versions).
     target: what gradients are of, and its score, if there are any.
@@ -175,6 +51,7 @@ class Trace:
     roles: tuple[Role, ...]
     grid: tuple[int, int] | None = None
     decoder_start: int | None = None
+    words: tuple[int, ...] | None = None
     output: Any = None
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     target: Mapping[str, Any] | None = None
@@ -192,8 +69,8 @@ class Trace:
                     f"{below.shape[1]} queries; give the layers in order, the one nearest the input first"
                 )
         inputs = self.layers[0].shape[2]
-        for label, values in (("tokens", self.tokens), ("roles", self.roles)):
-            if len(values) != inputs:
+        for label, values in (("tokens", self.tokens), ("roles", self.roles), ("words", self.words)):
+            if values is not None and len(values) != inputs:
                 raise ValueError(f"{len(values)} {label} were given for {inputs} input positions")
         unknown = set(self.roles) - set(ROLES)
         if unknown:
@@ -216,6 +93,29 @@ class Trace:
         if self.decoder_start is not None or all(layer.causal for layer in self.layers):
             return len(self.tokens) - 1
         return 0 if self.roles[0] in ("special", "prefix") else None
+
+    def sinks(self, share: float = 0.3) -> list[Sink]:
+        """The tokens that receive at least `share` of a layer's attention, mean over heads and queries; layer 0 first.
+
+        Among n tokens an even share would be 1/n. First tokens and separators often hold most of it without saying
+        much (attention sinks, Xiao et al. 2024); `Relevance.without` leaves them out of an answer.
+
+        Raises ValueError for a share that is not between 0 and 1.
+
+        >>> Trace.from_arrays([[[0.9, 0.1], [0.7, 0.3]]]).sinks(share=0.5)
+        [Sink(layer=0, position=0, token='0', share=0.8)]
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"share must lie between 0 and 1; it is {share}")
+        found: list[Sink] = []
+        for number, layer in enumerate(self.layers):
+            heads, queries, keys = layer.shape
+            received = [0.0] * keys
+            for query in range(queries):
+                given = layer.attention([query]).sum((0, 1)).tolist()
+                received = [total + one / (heads * queries) for total, one in zip(received, given, strict=True)]
+            found += [Sink(number, i, self.tokens[i], one) for i, one in enumerate(received) if one >= share]
+        return found
 
     @classmethod
     def from_arrays(

@@ -27,7 +27,7 @@ def capture(
 
     model: any torch module that attends through `scaled_dot_product_attention`, nn.MultiheadAttention, or a softmax of
     its own that it multiplies with values (Hugging Face, timm, torchvision, plain torch). It is left as it was:
-    outputs, hooks, modes and configuration.
+    outputs, hooks, modes and configuration. A compiled model is captured from the original module.
     inputs: what the model takes: a mapping of keyword arguments (what a tokenizer or an image processor returns), one
     tensor, or a tuple of arguments; with a tokenizer also a text, or a list of texts. Padding is what `attention_mask`
     says, else the keys that no query may attend to.
@@ -50,6 +50,7 @@ def capture(
         inner = getattr(model, "model", None)
         hint = "; give its .model" if isinstance(inner, torch.nn.Module) else ""
         raise ValueError(f"capture needs a torch.nn.Module; a {type(model).__name__} was given{hint}")
+    model = getattr(model, "_orig_mod", model)  # torch.compile keeps the model that it was given
     if isinstance(inputs, str) or (isinstance(inputs, list) and all(isinstance(text, str) for text in inputs)):
         inputs = huggingface.tokenize(inputs, model, tokenizer)
     args, kwargs = _arguments(inputs)
@@ -81,7 +82,9 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-_Labelled: TypeAlias = tuple[tuple[str, ...], tuple[Role, ...], tuple[int, int] | None, int | None]
+_Labelled: TypeAlias = tuple[
+    tuple[str, ...], tuple[Role, ...], tuple[int, int] | None, int | None, tuple[int, ...] | None
+]
 
 
 @dataclass(frozen=True)
@@ -96,24 +99,25 @@ class _Labels:
     tokens: Sequence[str] | None
 
     def of(self, index: int, stack: examples.Stack) -> _Labelled:
-        """Tokens, roles, grid and the decoder's start of one example."""
-        tokens, roles, grid = self._stream(stack.encoder[index], self.ids, index, patches=True)
+        """Tokens, roles, grid, the decoder's start and the words of one example."""
+        tokens, roles, words, grid = self._stream(stack.encoder[index], self.ids, index, patches=True)
         start = None
         if stack.decoder is not None:
             start = len(tokens)
-            more_tokens, more_roles, _ = self._stream(stack.decoder[index], self.decoder_ids, index, patches=False)
-            tokens, roles = tokens + more_tokens, roles + more_roles
+            more, more_roles, more_words, _ = self._stream(stack.decoder[index], self.decoder_ids, index, patches=False)
+            tokens, roles = tokens + more, roles + more_roles
+            words = words + [max(words) + 1 + word for word in more_words] if words and more_words else None
         if self.tokens is not None:
             if len(self.tokens) != len(tokens):
                 raise ValueError(
                     f"{len(self.tokens)} tokens were given for the {len(tokens)} positions of example {index}"
                 )
             tokens = list(self.tokens)
-        return tuple(tokens), tuple(roles), grid, start
+        return tuple(tokens), tuple(roles), grid, start, None if words is None else tuple(words)
 
     def _stream(
         self, keep: torch.Tensor, ids: torch.Tensor | None, index: int, *, patches: bool
-    ) -> tuple[list[str], list[Role], tuple[int, int] | None]:
+    ) -> tuple[list[str], list[Role], list[int] | None, tuple[int, int] | None]:
         kept = int(keep.sum())
         if ids is not None and ids.shape[1] == len(keep):
             return *huggingface.labels(ids[index][keep.to(ids.device)].tolist(), self.tokenizer), None
@@ -123,8 +127,8 @@ class _Labels:
                 "some of its own, name all of them with tokens="
             )
         if patches and ids is None and self.patch_grid is not None:
-            return *vision.labels(self.model, self.patch_grid, kept), self.patch_grid
-        return [str(position) for position in range(kept)], ["text" for _ in range(kept)], None
+            return *vision.labels(self.model, self.patch_grid, kept), None, self.patch_grid
+        return [str(position) for position in range(kept)], ["text" for _ in range(kept)], None, None
 
 
 def _model_facts(model: torch.nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-from attnflow.trace import AttentionCall
+from attnflow.layers import AttentionCall
 
 # A mask is added to logits; exp(-1e4) is 0 in every precision, and -65504 is what half precision models use.
 HIDDEN = -1e4

@@ -11,7 +11,7 @@ import torch
 
 from attnflow.capturing.calls import HIDDEN, Call, FusedCall, WeightedSum
 from attnflow.capturing.recorder import Recording
-from attnflow.trace import AttentionCall, AttentionWeights, JointLayer, Layer, WeightsGradient
+from attnflow.layers import AttentionCall, AttentionWeights, JointLayer, Layer, WeightsGradient
 
 Stream: TypeAlias = Literal["encoder", "decoder", "cross"]
 

@@ -80,6 +80,8 @@ def caption(relevance: Relevance) -> str:
         parts.append(f"{settings['head_fusion']} over heads" + (" below" if settings.get("head") is not None else ""))
     if relevance.recipe.get("scaling"):
         parts.append(str(relevance.recipe["scaling"]))
+    if left_out := relevance.recipe.get("left_out"):
+        parts.append(f"without {' and '.join(left_out['roles'])} tokens, which hold {left_out['share']:.0%}")
     return visible(", ".join(parts))
 
 

@@ -1,0 +1,148 @@
+"""The layers of a trace: attention as the arguments of a call, as ready weights, or as part of a joint graph.
+
+Arrays are ordered (head, query, key).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class WeightsGradient:
+    """The gradient of a target with respect to one layer's attention weights, kept as its two factors.
+
+    The weighted values are W V, so dW = dO V^T per head, exactly, with no graph through the weights.
+    Shapes: output (head, query, dim), the gradient dO with respect to the weighted values; v (head, key, dim).
+    """
+
+    output: torch.Tensor
+    v: torch.Tensor
+
+    def of(self, queries: slice | list[int]) -> torch.Tensor:
+        """The gradient (head, query, key) for some queries, in float32 or better."""
+        import torch
+
+        precision = torch.promote_types(self.v.dtype, torch.float32)
+        v = self.v.to(precision).repeat_interleave(self.output.shape[0] // self.v.shape[0], dim=0)
+        return self.output[:, queries].to(precision) @ v.mT
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """The arguments of one attention call, kept instead of its weights: memory grows with n, not with n squared.
+
+    The weights are softmax(scale * q k^T + mask), head by head, computed on the device of `q` when asked for.
+
+    Shapes: q (head, query, dim); k (head, key, dim), where fewer key heads than query heads mean grouped-query
+    attention; mask broadcastable to (head, query, key), True where attention is allowed if boolean, else added to
+    the logits. `causal` lets query i see keys 0 to i. gradient: of the trace's target, if it has one.
+    """
+
+    name: str
+    q: torch.Tensor
+    k: torch.Tensor
+    scale: float
+    mask: torch.Tensor | None = None
+    causal: bool = False
+    gradient: WeightsGradient | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(head, query, key)."""
+        return self.q.shape[0], self.q.shape[1], self.k.shape[1]
+
+    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """The attention weights (head, query, key) of some queries, in float32 or better; rows sum to 1."""
+        import torch
+
+        precision = torch.promote_types(self.q.dtype, torch.float32)
+        k = self.k.to(precision).repeat_interleave(self.q.shape[0] // self.k.shape[0], dim=0)
+        logits = (self.q[:, queries].to(precision) * self.scale) @ k.mT
+        if self.mask is not None:
+            mask = self.mask[:, queries] if self.mask.shape[1] > 1 else self.mask
+            logits = logits.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+        if self.causal:
+            query, key = (torch.arange(count, device=logits.device) for count in self.shape[1:])
+            logits.masked_fill_(key > query[queries][:, None], float("-inf"))
+        return logits.softmax(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWeights:
+    """Ready attention weights (head, query, key) of one layer.
+
+    captured: whether a model computed them before our eyes, so that rows that do not sum to 1 are its way (a sink that
+    takes a share and is left out), and not a mistake in an array that somebody gave.
+    """
+
+    name: str
+    weights: torch.Tensor
+    captured: bool = False
+    gradient: WeightsGradient | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(head, query, key)."""
+        head, query, key = self.weights.shape
+        return head, query, key
+
+    @property
+    def causal(self) -> bool:
+        """Whether the layer is square, of more than one position, and never looks ahead."""
+        _, queries, keys = self.shape
+        return queries == keys > 1 and not bool(self.weights.triu(1).any())
+
+    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """The attention weights (head, query, key) of some queries, as they were given."""
+        return self.weights[:, queries]
+
+
+@dataclass(frozen=True, eq=False)
+class JointLayer:
+    """A layer of an encoder-decoder in the joint graph of both streams: encoder positions first, then the decoder's.
+
+    The positions that the layer does not concern are passed on as they are (each attends to itself alone), so that a
+    product of joint layers, or a flow through them, is the one through encoder, cross-attention and decoder.
+
+    layer: attention from positions starting at `queries_at` to positions starting at `keys_at`, of `size` in all.
+    """
+
+    layer: AttentionCall | AttentionWeights
+    queries_at: int
+    keys_at: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """The module's name."""
+        return self.layer.name
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(head, query, key)."""
+        return self.layer.shape[0], self.size, self.size
+
+    causal: ClassVar[bool] = False
+
+    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """The weights (head, query, key) of some queries; those outside the layer attend to themselves."""
+        heads, inside, keys = self.layer.shape
+        wanted = list(range(self.size))[queries] if isinstance(queries, slice) else queries
+        own = [
+            (row, query - self.queries_at) for row, query in enumerate(wanted) if 0 <= query - self.queries_at < inside
+        ]
+        attention = self.layer.attention([query for _, query in own])
+        joint = attention.new_zeros(heads, len(wanted), self.size)
+        joint[:, range(len(wanted)), wanted] = 1
+        rows = [row for row, _ in own]
+        joint[:, rows] = 0
+        joint[:, rows, self.keys_at : self.keys_at + keys] = attention
+        return joint
+
+
+Layer: TypeAlias = AttentionCall | AttentionWeights | JointLayer
