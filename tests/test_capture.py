@@ -117,6 +117,14 @@ def test_causal_models_need_no_mask_and_read_out_last():
         assert trace.readout == 6
 
 
+@pytest.mark.parametrize("family", ["mistral_sliding_window", "gemma3", "bloom_alibi", "gpt_oss_sinks"])
+def test_models_with_windows_and_biases_are_causal_too(family):
+    model, inputs, _ = FAMILIES[family]()
+    trace = as_list(capture(model, inputs))[0]
+    assert all(layer.causal for layer in trace.layers)
+    assert trace.readout == 6
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     "family",
@@ -602,3 +610,11 @@ def test_bad_targets(target, message):
         ValueError, match="the model returns no logits but BaseModelOutput.*AutoModelForSequenceClassification"
     ):
         capture(FAMILIES["bert"]()[0], {"input_ids": IDS}, target=1)
+
+
+def test_the_table_of_coverage_is_true():
+    from pathlib import Path
+
+    from families import coverage
+
+    assert (Path(__file__).parents[1] / "docs" / "coverage.md").read_text() == coverage()

@@ -168,17 +168,15 @@ def _reduced_mask(
         raise ValueError(f"{call.module} attends to padding: its mask shows what the inputs' mask hides")
     mask = mask[..., keys]
     allowed = _allowed(mask)
+    rows, count = mask.shape[1:]
+    past = torch.ones(count, count, dtype=torch.bool, device=mask.device).tril()
+    causal = rows == count > 1 and not bool((allowed & ~past).any())
     if mask.dtype != torch.bool:
         if bool((allowed & (mask != 0)).any()):
-            return mask, False
+            return mask, causal
         mask = allowed
-    if mask.all():
-        return None, False
-    count = mask.shape[-1]
-    past = torch.ones(count, count, dtype=torch.bool, device=mask.device).tril()
-    if count > 1 and mask.shape[1] == count and bool((mask == past).all()):
-        return None, True
-    return mask, False
+    hides_nothing_more = mask.all() or (causal and bool((mask == past).all()))
+    return (None if hides_nothing_more else mask), causal
 
 
 def _allowed(mask: torch.Tensor) -> torch.Tensor:

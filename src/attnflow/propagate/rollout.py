@@ -25,12 +25,12 @@ def rollout(top: torch.Tensor, below: Sequence[Tiled]) -> torch.Tensor:
     """The product of the transitions from the queries down to the input (Abnar & Zuidema 2020, equation 1).
 
     R(l) = A(l) R(l - 1), with R(0) = A(0). Taken from the top, tile by tile, so that a few queries cost O(layers n^2)
-    time and O(n) memory.
+    time and O(n) memory. Layers may lie on different devices (a model spread over several).
     """
     import torch
 
     carried = top
     for transition in reversed(below):
-        parts = (carried[:, queries] @ edges for queries, edges in transition.tiles())
+        parts = (carried[:, queries] @ edges.to(carried.device) for queries, edges in transition.tiles())
         carried = functools.reduce(torch.add, parts)
     return carried
