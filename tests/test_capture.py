@@ -319,6 +319,29 @@ def timm_swin():
     return model, {"x": images(224, 224)}
 
 
+def siglip_pooling_by_attention():
+    config = hf.SiglipVisionConfig(**SMALL, image_size=32, patch_size=8)
+    return hf.SiglipVisionModel(config).eval(), {"pixel_values": images()}
+
+
+def towers_of_one_size():
+    """A text of as many tokens as the image has patches: only the modules' names tell the towers apart."""
+    model, inputs = clip()
+    ids = torch.arange(3, 20).repeat(2, 1)
+    return model, {**inputs, "input_ids": ids}
+
+
+def divided_space_time():
+    config = hf.TimesformerConfig(**SMALL, image_size=16, patch_size=8, num_frames=2)
+    return hf.TimesformerModel(config).eval(), {"pixel_values": torch.randn(1, 2, 3, 16, 16)}
+
+
+def text_and_patches():
+    config = hf.ViltConfig(**{**SMALL, "vocab_size": 99, "image_size": 32, "patch_size": 8})
+    mask = torch.ones(2, 32, 32, dtype=torch.long)
+    return hf.ViltModel(config).eval(), {"input_ids": IDS, "pixel_values": images(), "pixel_mask": mask}
+
+
 def mlp():
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(1, 4)
 
@@ -398,6 +421,10 @@ REFUSED = {
     timm_swin: "not one stack of square layers.*windows",
     xcit: "not one stack of square layers",
     channels: "over 3 positions, fewer than the 4 x 4 patches of the image: it attends over channels",
+    siglip_pooling_by_attention: "pooling by attention",
+    towers_of_one_size: "several towers",
+    divided_space_time: "not one stack of square layers",
+    text_and_patches: "positions, but was given 7 token ids.*tokens=",
     mlp: "no attention was seen in Sequential",
     training: r"model\.eval\(\)",
     hand_written_training: r"model\.eval\(\)",

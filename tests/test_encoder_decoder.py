@@ -134,6 +134,16 @@ def test_flow_needs_rows_that_the_passed_on_positions_can_carry():
         attnflow.flow(trace, head_fusion="max", residual=0, query=-1)
 
 
+@pytest.mark.parametrize("family", [t5, bart])
+def test_the_encoder_alone_is_a_plain_stack(family):
+    model, inputs = build(family)
+    encoder, _, _ = own_attention(model, inputs)
+    trace = capture(model.get_encoder(), {"input_ids": IDS})[0]
+    assert trace.decoder_start is None
+    for layer, own in zip(trace.layers, encoder, strict=True):
+        torch.testing.assert_close(layer.attention(), own[0], atol=1e-5, rtol=0)
+
+
 def test_padding_in_both_streams_is_removed():
     model, inputs = build(bart)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -72,12 +72,13 @@ def stack(recording: Recording, model: torch.nn.Module, attention_mask: Any, dec
     joint = getattr(getattr(model, "config", None), "is_encoder_decoder", False) or any(
         isinstance(call, FusedCall) and call.cross for call in calls
     )
-    streams: list[Stream] = _streams(calls) if joint else ["encoder" for _ in calls]
-    parts = {name: [c for c, s in zip(calls, streams, strict=True) if s == name] for name in dict.fromkeys(streams)}
-    extents = {name: {call.extent for call in part} for name, part in parts.items()}
-    batches = {extent[0] for extent in set[tuple[int, int, int]]().union(*extents.values())}
-    square = all(extent[1] == extent[2] for name in ("encoder", "decoder") for extent in extents.get(name, ()))
-    if len(batches) > 1 or not square or any(len(sizes) > 1 for sizes in extents.values()):
+    streams = _streams(calls) if joint else []
+    if "cross" not in streams:  # an encoder or a decoder by itself
+        streams: list[Stream] = ["encoder" for _ in calls]
+    parts: dict[Stream, list[Call]] = {}
+    for call, stream in zip(calls, streams, strict=True):
+        parts.setdefault(stream, []).append(call)
+    if not _fits(parts) or len(_towers(parts)) > 1:
         shown = list(dict.fromkeys(f"{b} x {q} x {k}" for b, q, k in (call.extent for call in calls)))
         raise ValueError(
             f"the attention calls of {type(model).__name__} are not one stack of square layers; (batch x query x key) "
@@ -91,6 +92,25 @@ def stack(recording: Recording, model: torch.nn.Module, attention_mask: Any, dec
     elif "cross" in parts:
         decoder = torch.ones(parts["cross"][0].extent[:2], dtype=torch.bool)
     return Stack(calls, streams, encoder, decoder)
+
+
+def _fits(parts: Mapping[Stream, list[Call]]) -> bool:
+    """Whether the calls of each stream are of one size, square but for cross-attention, which joins the two sizes."""
+    extents = {stream: {call.extent for call in calls} for stream, calls in parts.items()}
+    if any(len(sizes) > 1 for sizes in extents.values()):
+        return False
+    (encoder,), (decoder,), (cross,) = (extents.get(stream, {None}) for stream in ("encoder", "decoder", "cross"))
+    square = all(size is None or size[1] == size[2] for size in (encoder, decoder))
+    if cross is None:
+        return square and decoder is None
+    batch, queries, keys = cross
+    return square and decoder in (None, (batch, queries, queries)) and encoder in (None, (batch, keys, keys))
+
+
+def _towers(parts: Mapping[Stream, list[Call]]) -> set[str]:
+    """The lists of layers that a single stream comes from: what stands before the first number of their names."""
+    calls = parts.get("encoder", []) if len(parts) == 1 else []
+    return {re.split(r"\d", call.module)[0] for call in calls if re.search(r"\d", call.module)}
 
 
 def _streams(calls: list[Call]) -> list[Stream]:
