@@ -109,6 +109,38 @@ def test_patches_have_places_and_prefix_tokens_names(family):
     assert trace.readout == 0
 
 
+@pytest.mark.parametrize("library", ["transformers", "timm"])
+def test_pooling_by_attention_is_a_layer_without_residual(library):
+    import timm
+
+    import attnflow
+
+    torch.manual_seed(0)
+    if library == "timm":
+        arguments = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 4, "depth": 3}
+        model = timm.create_model("vit_base_patch16_siglip_224", **arguments).eval()
+        weights = []
+    else:
+        model = hf.SiglipVisionModel(hf.SiglipVisionConfig(**SMALL, image_size=32, patch_size=8)).eval()
+        arguments = {"need_weights": True, "average_attn_weights": False}
+        weights, attention = [], next(m for m in model.modules() if isinstance(m, torch.nn.MultiheadAttention))
+        attention.register_forward_hook(
+            lambda module, args, kwargs, _: weights.append(module.forward(*args, **{**kwargs, **arguments})[1]),
+            with_kwargs=True,
+        )
+        model(images())
+        attention._forward_hooks.clear()
+    trace = capture(model, images())[0]
+    assert [layer.shape[1:] for layer in trace.layers] == [(16, 16)] * 3 + [(1, 16)]
+    assert (trace.grid, trace.readout) == ((4, 4), 0)
+    rollout = attnflow.rollout(trace)
+    below = attnflow.rollout(trace, layer=2).scores
+    np.testing.assert_allclose(rollout.scores, attnflow.raw(trace).scores @ below, atol=1e-6)
+    assert rollout.grid == (4, 4)
+    if weights:
+        torch.testing.assert_close(trace.layers[-1].attention(), weights[0][0], atol=1e-5, rtol=0)
+
+
 def test_causal_models_need_no_mask_and_read_out_last():
     for family in ("gpt2", "llama_gqa", "transformer_encoder_causal"):
         model, inputs, _ = FAMILIES[family]()
@@ -319,11 +351,6 @@ def timm_swin():
     return model, {"x": images(224, 224)}
 
 
-def siglip_pooling_by_attention():
-    config = hf.SiglipVisionConfig(**SMALL, image_size=32, patch_size=8)
-    return hf.SiglipVisionModel(config).eval(), {"pixel_values": images()}
-
-
 def towers_of_one_size():
     """A text of as many tokens as the image has patches: only the modules' names tell the towers apart."""
     model, inputs = clip()
@@ -421,7 +448,6 @@ REFUSED = {
     timm_swin: "not one stack of square layers.*windows",
     xcit: "not one stack of square layers",
     channels: "over 3 positions, fewer than the 4 x 4 patches of the image: it attends over channels",
-    siglip_pooling_by_attention: "pooling by attention",
     towers_of_one_size: "several towers",
     divided_space_time: "not one stack of square layers",
     text_and_patches: "positions, but was given 7 token ids.*tokens=",

@@ -41,6 +41,7 @@ class AttentionCall:
     Shapes: q (head, query, dim); k (head, key, dim), where fewer key heads than query heads mean grouped-query
     attention; mask broadcastable to (head, query, key), True where attention is allowed if boolean, else added to
     the logits. `causal` lets query i see keys 0 to i. gradient: of the trace's target, if it has one.
+    pools: whether the queries are learned probes that gather the layer below, and no positions of it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class AttentionCall:
     mask: torch.Tensor | None = None
     causal: bool = False
     gradient: WeightsGradient | None = None
+    pools: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -77,13 +79,14 @@ class AttentionWeights:
     """Ready attention weights (head, query, key) of one layer.
 
     captured: whether a model computed them before our eyes, so that rows that do not sum to 1 are its way (a sink that
-    takes a share and is left out), and not a mistake in an array that somebody gave.
+    takes a share and is left out), and not a mistake in an array that somebody gave. pools: as in `AttentionCall`.
     """
 
     name: str
     weights: torch.Tensor
     captured: bool = False
     gradient: WeightsGradient | None = None
+    pools: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -128,6 +131,7 @@ class JointLayer:
         return self.layer.shape[0], self.size, self.size
 
     causal: ClassVar[bool] = False
+    pools: ClassVar[bool] = False
 
     def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
         """The weights (head, query, key) of some queries; those outside the layer attend to themselves."""

@@ -34,7 +34,7 @@ class Transition:
     mean this is A = 0.5 W_att + 0.5 I (Abnar & Zuidema 2020, section 3). The maximum or minimum over heads does not
     sum to 1, so before a residual is added its rows are divided by their sum; without one it stays as it is.
 
-    layer: from a trace; number: its number, for messages.
+    layer: from a trace; number: its number, for messages. Where a layer pools, no residual joins its queries to keys.
 
     Raises ValueError for an unknown fusion, head or residual, for a residual on a layer that is not square; and when
     the edges are made, for attention that is negative, not finite, or (with a residual, in
@@ -57,7 +57,7 @@ class Transition:
             raise ValueError(
                 f"head {self.head} is out of range: layer {self.number} has {heads} heads, 0 to {heads - 1}"
             )
-        if self.residual and queries != keys:
+        if self.residual and queries != keys and not self.layer.pools:
             raise ValueError(
                 f"layer {self.number} has {queries} queries and {keys} keys: a residual joins each query to the key at "
                 "its own place, so it needs as many of both; pass residual=0"
@@ -85,7 +85,7 @@ class Transition:
         if given or not bool(fused.isfinite().all()):
             self._check(attention, queries)
         fused = fused.to(_double(fused))
-        if not self.residual:
+        if not self.residual or self.layer.pools:
             return fused
         if self.head is None and self.head_fusion != "mean":
             fused = fused / fused.sum(-1, keepdim=True).clamp_min(1e-300)

@@ -87,9 +87,12 @@ class Trace:
     def readout(self) -> int | None:
         """The query whose output is explained unless another is asked for.
 
-        The last position of a decoder, or where every layer is causal; the first where it is a special or prefix token
-        ([CLS]); None where none of these holds, as in models that average their outputs.
+        The first probe of a model that pools by attention; the last position of a decoder, or where every layer is
+        causal; the first where it is a special or prefix token ([CLS]); None where none of these holds, as in models
+        that average their outputs.
         """
+        if self.layers[-1].pools:
+            return 0
         if self.decoder_start is not None or all(layer.causal for layer in self.layers):
             return len(self.tokens) - 1
         return 0 if self.roles[0] in ("special", "prefix") else None

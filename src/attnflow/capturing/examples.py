@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -27,12 +27,14 @@ class Stack:
     """The calls of a batch with their streams, and which positions are no padding.
 
     encoder (batch, token): of the encoder, or of the only stream there is. decoder (batch, token), or None.
+    pools: whether the last call gathers a single stream by attention from probes of its own.
     """
 
     calls: list[Call]
     streams: list[Stream]
     encoder: torch.Tensor
     decoder: torch.Tensor | None
+    pools: bool
 
     def example(self, index: int) -> tuple[Layer, ...]:
         """The layers of one example among its kept positions, in forward order.
@@ -52,6 +54,8 @@ class Stack:
         layers: list[Layer] = []
         for call, stream in zip(self.calls, self.streams, strict=True):
             queries = keep["encoder" if stream == "encoder" else "decoder"]
+            if call.extent[1] != len(queries):  # the probes of a call that pools
+                queries = torch.ones(call.extent[1], dtype=torch.bool)
             keys = keep["decoder" if stream == "decoder" else "encoder"]
             layer = _layer(call, index, queries, keys, masks)
             if self.decoder is None:
@@ -60,6 +64,8 @@ class Stack:
                 start = size - int(keep["decoder"].sum())
                 places = {"encoder": (0, 0), "decoder": (start, start), "cross": (start, 0)}
                 layers.append(JointLayer(layer, *places[stream], size))
+        if self.pools:
+            layers[-1] = replace(layers[-1], pools=True)
         return tuple(layers)
 
 
@@ -69,14 +75,16 @@ def stack(recording: Recording, model: torch.nn.Module, attention_mask: Any, dec
     Raises ValueError if they are neither.
     """
     calls = recording.calls
+    pools = len(calls) > 1 and calls[-1].extent[1] != calls[-2].extent[1] and calls[-1].extent[2] == calls[-2].extent[2]
     joint = getattr(getattr(model, "config", None), "is_encoder_decoder", False) or any(
-        isinstance(call, FusedCall) and call.cross for call in calls
+        isinstance(call, FusedCall) and call.cross for call in calls[: -1 if pools else None]
     )
     streams = _streams(calls) if joint else []
     if "cross" not in streams:  # an encoder or a decoder by itself
         streams: list[Stream] = ["encoder" for _ in calls]
     parts: dict[Stream, list[Call]] = {}
-    for call, stream in zip(calls, streams, strict=True):
+    pools = pools and not joint
+    for call, stream in list(zip(calls, streams, strict=True))[: -1 if pools else None]:
         parts.setdefault(stream, []).append(call)
     if not _fits(parts) or len(_towers(parts)) > 1:
         shown = list(dict.fromkeys(f"{b} x {q} x {k}" for b, q, k in (call.extent for call in calls)))
@@ -91,7 +99,7 @@ def stack(recording: Recording, model: torch.nn.Module, attention_mask: Any, dec
         decoder = _kept(parts["decoder"], decoder_attention_mask)
     elif "cross" in parts:
         decoder = torch.ones(parts["cross"][0].extent[:2], dtype=torch.bool)
-    return Stack(calls, streams, encoder, decoder)
+    return Stack(calls, streams, encoder, decoder, pools)
 
 
 def _fits(parts: Mapping[Stream, list[Call]]) -> bool:
