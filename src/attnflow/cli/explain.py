@@ -1,17 +1,15 @@
-"""The command line: a thin shell over the library. Results go to standard output, everything else to standard error."""
+"""The commands that explain one text, one image, or given attention."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import Parameter
+
+from attnflow.cli.printing import note, print_json, progress, working
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,14 +19,6 @@ if TYPE_CHECKING:
 
 # A share of saturated pairs above which the command line says what that means.
 SATURATED = 0.5
-
-app = App(
-    name="attnflow",
-    help="Which inputs did a Transformer's output draw on? Attention rollout, attention flow and raw attention.",
-    version=lambda: f"attnflow {_version()}",
-    help_epilogue="Layers, heads and positions count from 0; layer 0 is nearest the input, negative numbers count from "
-    "the end.",
-)
 
 
 @Parameter(name="*")
@@ -53,9 +43,9 @@ class Options:
     """The weight of the identity in each layer; by default 0.5, and 0 for raw attention."""
     words: Annotated[bool, Parameter(negative=())] = False
     """Merge the pieces of each word: summed as tokens, averaged as queries."""
-    drop: Annotated[tuple[Literal["special", "prefix"], ...], Parameter(negative=())] = ()
+    drop: Annotated[tuple[Literal["special", "prefix"], ...], Parameter(negative=(), show_default=False)] = ()
     """Leave out the tokens of a role from what is shown and written; their share is said."""
-    output: Annotated[tuple[Path, ...], Parameter(name=["--output", "-o"], negative=())] = ()
+    output: Annotated[tuple[Path, ...], Parameter(name=["--output", "-o"], negative=(), show_default=False)] = ()
     """Write a file, by suffix: a picture (.png, .svg, .pdf) or data (.json, .npz). May be given several times."""
     picture: Literal["map", "graph"] = "map"
     """What pictures show: layers by tokens (images: the overlay), or the layered graph of raw, rollout and flow."""
@@ -67,7 +57,6 @@ class Options:
     """Show the traceback of an error."""
 
 
-@app.command
 def text(
     text: str | None = None, /, *, model: str | None = None, device: str = "cpu", options: Options = Options()
 ) -> None:
@@ -83,7 +72,7 @@ def text(
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """
     _check_outputs(options)
-    with _working("loading the model", options):
+    with working("loading the model", quiet=options.quiet):
         from attnflow.capturing import capture, demo, huggingface
 
         _quieten_transformers()
@@ -95,7 +84,6 @@ def text(
     _deliver(_one(trace), options, default_layer="all")
 
 
-@app.command
 def image(
     photo: Path,
     /,
@@ -120,7 +108,7 @@ def image(
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """
     _check_outputs(options)
-    with _working("loading the model", options):
+    with working("loading the model", quiet=options.quiet):
         from attnflow.capturing import capture, demo, vision
 
         _quieten_transformers()
@@ -130,7 +118,6 @@ def image(
     _deliver(_one(trace), options, default_layer="-1", image=picture)
 
 
-@app.command
 def array(file: Path, /, *, example: int | None = None, options: Options = Options()) -> None:
     """Explain attention that somebody else computed.
 
@@ -143,36 +130,11 @@ def array(file: Path, /, *, example: int | None = None, options: Options = Optio
         Which example to take where there is a batch axis.
     """
     _check_outputs(options)
-    with _working("reading", options):
+    with working("reading", quiet=options.quiet):
         from attnflow.capturing.arrays import load
 
         trace = load(file, example=example)
     _deliver(trace, options, default_layer="all")
-
-
-@app.command
-def methods(*, json: Annotated[bool, Parameter(negative=())] = False) -> None:
-    """List the methods: what an edge weighs, how edges are carried to the input, and where each was published.
-
-    Parameters
-    ----------
-    json
-        Print JSON instead of a table.
-    """
-    from attnflow.methods import METHODS
-
-    columns = ("edges", "carried", "source")
-    rows = [{"name": name} | {column: getattr(row, column) for column in columns} for name, row in METHODS.items()]
-    if json:
-        _print_json(rows)
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("method", "edges", "carried by", "source", box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*row.values())
-    Console().print(table)
 
 
 def _deliver(trace: Trace, options: Options, *, default_layer: str, image: Image | None = None) -> None:
@@ -188,13 +150,13 @@ def _deliver(trace: Trace, options: Options, *, default_layer: str, image: Image
     if options.drop:
         relevance = relevance.without(*options.drop)
     if options.json:
-        _print_json(relevance.as_dict())
+        print_json(relevance.as_dict())
     else:
         relevance.show()
     _say_saturation(relevance, options)
     for path in options.output:
         _write(path, trace, relevance, options, image)
-        _note(f"wrote {path}", options)
+        note(f"wrote {path}", quiet=options.quiet)
 
 
 def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevance:
@@ -210,9 +172,9 @@ def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevan
         settings["residual"] = options.residual
     if options.start_layer is not None:
         settings["start_layer"] = options.start_layer
-    with _progress(method, options) as progress:
+    with progress(method, quiet=options.quiet) as called:
         if method == "flow":
-            settings["progress"] = progress
+            settings["progress"] = called
         return METHODS[method].function(trace, **settings)
 
 
@@ -270,10 +232,10 @@ def _say_saturation(relevance: Relevance, options: Options) -> None:
     checks = relevance.recipe["checks"]
     share = checks["layers"][-1]["saturated"] if "layers" in checks else checks.get("saturated", 0.0)
     if share > SATURATED:
-        _note(
+        note(
             f"{share:.0%} of these values no longer depend on the query: they equal what layer 0 lets through to the "
             "token; try a lower --layer, one --head, or a larger --residual",
-            options,
+            quiet=options.quiet,
         )
 
 
@@ -301,62 +263,3 @@ def _quieten_transformers() -> None:
         return  # the loader says what is missing, and for what
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, allow_nan=False))
-
-
-def _note(message: str, options: Options) -> None:
-    if not options.quiet:
-        print(f"attnflow: {message}", file=sys.stderr)
-
-
-@contextmanager
-def _working(what: str, options: Options) -> Generator[None]:
-    """A spinner on standard error, if that is a terminal."""
-    if options.quiet or not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(what):
-        yield
-
-
-@contextmanager
-def _progress(what: str, options: Options) -> Generator[Callable[[int, int], object] | None]:
-    """A progress bar on standard error, if that is a terminal; it shows itself at the first call."""
-    if options.quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("attnflow")
-
-
-def main() -> None:
-    """Run the command line: exit 0, 2 for input that cannot be used (one line on standard error), 130 for Ctrl-C."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "-"]  # standard input, as if it were absent
-    try:
-        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except (CycloptsError, ValueError, OSError, ImportError) as error:
-        if "--debug" in arguments:
-            raise
-        message = " ".join(str(error).split())
-        print(f"attnflow: error: {message}", file=sys.stderr)
-        sys.exit(2)
