@@ -23,6 +23,8 @@ check: $(VENV)/dev
 benchmark: $(VENV)/dev
 	$(BIN)/python benchmarks/road.py
 	$(BIN)/python benchmarks/flow.py
+	$(BIN)/python benchmarks/capture.py
+	$(BIN)/python benchmarks/blankout.py
 
 pictures: $(VENV)/dev
 	$(BIN)/python examples/pictures.py

@@ -232,7 +232,8 @@ def test_the_demo_package_is_named(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["text", "--help"], ["image", "--help"], ["array", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], ["text", "--help"], ["evaluate", "--help"], ["image", "--help"], ["array", "--help"], ["--version"]],
 )
 def test_help(run, arguments):
     code, out, err = run(*arguments)
@@ -252,3 +253,27 @@ def test_a_process_of_its_own(attention_file):
         shell=True, capture_output=True, text=True,
     )  # fmt: skip
     assert closed.stderr == ""
+
+
+def test_evaluate_measures_a_real_classifier(run, tmp_path, data):
+    from classifiers import sst2
+
+    model, tokenizer = sst2(data)
+    model.save_pretrained(tmp_path / "sst2")
+    tokenizer.save_pretrained(tmp_path / "sst2")
+    lines = (data / "sst2" / "dev.tsv").read_text().splitlines()[:3]
+    (tmp_path / "texts.tsv").write_text("\n".join([*lines, "word " * 600 + "\t1"]) + "\n")
+    options = ["--model", tmp_path / "sst2", "--methods", "raw,flow", "--metrics", "comprehensiveness,blank-out"]
+    code, out, err = run("evaluate", tmp_path / "texts.tsv", *options, "-o", tmp_path / "run.parquet")
+    assert code == 0
+    for name in ("raw", "flow", "random", "gradient-norm", "comprehensiveness", "blank-out"):
+        assert name in out
+    assert "example 3, all methods: the text has 602 tokens and the model takes 512" in err
+    saved = attnflow.Evaluation.load(tmp_path / "run.parquet")
+    assert {row.example for row in saved.rows} == {0, 1, 2}
+    code, again, _ = run("evaluate", tmp_path / "texts.tsv", *options, "-o", tmp_path / "run.parquet", "--json")
+    means = {(one["method"], one["metric"]): one["mean"] for one in json.loads(again)["summary"]}
+    assert len(means) == 8
+    code, _, err = run("evaluate", tmp_path / "texts.tsv", "--model", tmp_path / "sst2", "--methods", "magic")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "magic" in err

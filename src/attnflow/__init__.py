@@ -11,15 +11,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnflow.baselines import BASELINES
     from attnflow.capturing import capture
     from attnflow.capturing.arrays import load
+    from attnflow.faithfulness.metrics import METRICS
+    from attnflow.faithfulness.results import Evaluation
+    from attnflow.faithfulness.run import evaluate
     from attnflow.methods import METHODS, flow, raw, rollout
     from attnflow.relevance import Relevance
     from attnflow.trace import Trace
 
-__all__ = ["METHODS", "Relevance", "Trace", "capture", "flow", "load", "raw", "rollout"]
+__all__ = [
+    "BASELINES",
+    "METHODS",
+    "METRICS",
+    "Evaluation",
+    "Relevance",
+    "Trace",
+    "capture",
+    "evaluate",
+    "flow",
+    "load",
+    "raw",
+    "rollout",
+]
 
 _HOME = {
+    "BASELINES": "attnflow.baselines",
+    "Evaluation": "attnflow.faithfulness.results",
+    "METRICS": "attnflow.faithfulness.metrics",
+    "evaluate": "attnflow.faithfulness.run",
     "METHODS": "attnflow.methods",
     "Relevance": "attnflow.relevance",
     "Trace": "attnflow.trace",

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
+from attnflow.cli.evaluate import evaluate
 from attnflow.cli.explain import array, image, text
 from attnflow.cli.printing import print_json
 
@@ -20,7 +21,7 @@ app = App(
 )
 
 
-for command in (text, image, array):
+for command in (text, image, array, evaluate):
     app.command(command)
 
 

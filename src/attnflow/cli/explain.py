@@ -75,11 +75,11 @@ def text(
     with working("loading the model", quiet=options.quiet):
         from attnflow.capturing import capture, demo, huggingface
 
-        _quieten_transformers()
+        quieten_transformers()
         content = sys.stdin.read() if text is None else text
         if not content.strip():
             raise ValueError("the text is empty; give one in quotes, or on standard input")
-        loaded, tokenizer = huggingface.load(model or demo.TEXT, _device(device))
+        loaded, tokenizer = huggingface.load(model or demo.TEXT, check_device(device))
         trace = capture(loaded, content, tokenizer=tokenizer)
     _deliver(_one(trace), options, default_layer="all")
 
@@ -111,9 +111,9 @@ def image(
     with working("loading the model", quiet=options.quiet):
         from attnflow.capturing import capture, demo, vision
 
-        _quieten_transformers()
+        quieten_transformers()
         picture = vision.open_image(photo)
-        loaded = vision.load(model or demo.IMAGE, _device(device))
+        loaded = vision.load(model or demo.IMAGE, check_device(device))
         trace = capture(loaded.model, loaded.prepare(picture, _size(size)))
     _deliver(_one(trace), options, default_layer="-1", image=picture)
 
@@ -164,7 +164,7 @@ def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevan
 
     settings: dict[str, Any] = {
         "query": _query(options.query, trace),
-        "layer": layer if layer == "all" else _integer("--layer", layer),
+        "layer": layer if layer == "all" else integer("--layer", layer),
         "head": options.head,
         "head_fusion": options.head_fusion,
     }
@@ -184,7 +184,8 @@ def _query(query: str | None, trace: Trace) -> int | str | None:
     return int(query) if query.removeprefix("-").isdecimal() else query
 
 
-def _integer(name: str, value: str) -> int:
+def integer(name: str, value: str) -> int:
+    """The number given to an option that also takes a word."""
     if not value.removeprefix("-").isdecimal():
         raise ValueError(f'{name} takes a number or "all"; {value!r} was given')
     return int(value)
@@ -245,7 +246,7 @@ def _one(traces: Trace | list[Trace]) -> Trace:
     return traces
 
 
-def _device(name: str) -> str:
+def check_device(name: str) -> str:
     """The name, if torch has such a device here."""
     import torch
 
@@ -256,7 +257,8 @@ def _device(name: str) -> str:
     return name
 
 
-def _quieten_transformers() -> None:
+def quieten_transformers() -> None:
+    """Keep the progress bars and warnings of transformers off standard error."""
     try:
         from transformers.utils import logging
     except ModuleNotFoundError:

@@ -33,7 +33,7 @@ def working(what: str, *, quiet: bool) -> Generator[None]:
 
 
 @contextmanager
-def progress(what: str, *, quiet: bool) -> Generator[Callable[[int, int], object] | None]:
+def progress(what: str, *, quiet: bool) -> Generator[Callable[[int, int | None], object] | None]:
     """A progress bar on standard error, if that is a terminal; it shows itself at the first call."""
     if quiet or not sys.stderr.isatty():
         yield None

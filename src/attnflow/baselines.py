@@ -1,0 +1,235 @@
+"""What every method must beat: random scores, gradients, and what blanking out each token changes.
+
+They need the model and the input, where the methods need a trace alone; the trace names the tokens. The gradients are
+with respect to the input embeddings of a text, and to the pixels of each patch of an image, whose prefix tokens have
+none and score 0. `BASELINES` is their table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attnflow.capturing.target import Chosen, Target
+from attnflow.relevance import Relevance
+from attnflow.trace import Trace
+
+Inputs: TypeAlias = Mapping[str, Any] | torch.Tensor
+
+
+def random(
+    trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted", seed: int = 0
+) -> Relevance:
+    """Uniform scores in [0, 1), drawn from the seed and the input itself: the same for it in any order of the data.
+
+    The model and the target play no part; they are taken so that all baselines are called alike.
+    """
+    identity = int.from_bytes(digest(inputs)[:16], "little")
+    scores = np.random.default_rng([seed, identity]).random(len(trace.tokens))
+    return _relevance("random", scores, trace, {"seed": seed}, {})
+
+
+def gradient_norm(trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted") -> Relevance:
+    """The Euclidean norm of the gradient of the target with respect to each token's embedding; never negative.
+
+    inputs: what the model takes for the one example of the trace, on its device: a mapping with `input_ids` and no
+    padding, or pixels (1, channel, height, width). target: as `attnflow.capture` takes it; of a class, its logit.
+    """
+    return _gradient(
+        "gradient-norm", lambda gradient, _: gradient.square().sum(-1).sqrt(), trace, model, inputs, target
+    )
+
+
+def gradient_sum(trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted") -> Relevance:
+    """The absolute value of the gradient's sum over the embedding, which is what the code of Abnar & Zuidema takes."""
+    return _gradient("gradient-sum", lambda gradient, _: gradient.sum(-1).abs(), trace, model, inputs, target)
+
+
+def gradient_x_input(
+    trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted"
+) -> Relevance:
+    """The gradient times the embedding, summed; positive where the token speaks for the target, negative against."""
+    return _gradient("gradient-x-input", lambda gradient, x: (gradient * x).sum(-1), trace, model, inputs, target)
+
+
+def integrated_gradients(
+    trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted", steps: int = 50
+) -> Relevance:
+    """Integrated gradients (Sundararajan et al. 2017) from an embedding or image of zeros, by Captum; signed.
+
+    The scores add up to the change of the target from the zeros to the input, but for an error that is the
+    `convergence_delta` of the recipe's checks.
+
+    Raises ModuleNotFoundError without Captum.
+    """
+    try:
+        from captum.attr import IntegratedGradients
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("integrated gradients need Captum: pip install 'attnflow[captum]'") from error
+    values, run = _entrance(model, inputs)
+    chosen = Chosen(target)
+    with torch.no_grad():
+        chosen(run(values))
+    # The class predicted for the input stays the target all along the path.
+    fixed = target if chosen.indices is None else chosen.indices[0]
+
+    def forward(path: torch.Tensor) -> torch.Tensor:
+        return Chosen(fixed)(run(path))
+
+    attribution, delta = IntegratedGradients(forward).attribute(
+        values, n_steps=steps, internal_batch_size=16, return_convergence_delta=True
+    )
+    scores = _per_token(trace, attribution).sum(-1)
+    settings = {"target": chosen.facts(0)["target"], "steps": steps, "path_from": "zeros"}
+    return _relevance("integrated-gradients", scores, trace, settings, {"convergence_delta": float(delta.sum())})
+
+
+def occlusion(trace: Trace, changes: NDArray[np.float64], positions: tuple[int, ...]) -> Relevance:
+    """What removing each token alone takes from the target's score; negative where the score rises.
+
+    changes (removed,): what `faithfulness.metrics.blank_out` returns for the tokens at `positions`, in the units of its
+    score function and with that function's blank. Tokens that may not be removed score 0.
+    """
+    scores = np.zeros(len(trace.tokens))
+    scores[list(positions)] = changes
+    return _relevance("occlusion", scores, trace, {"removed": list(positions)}, {})
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One row of the table. needs: whether the function takes the model and its "inputs", or "changes" of a score."""
+
+    function: Callable[..., Relevance]
+    needs: Literal["inputs", "changes"]
+    source: str
+
+
+BASELINES: dict[str, Baseline] = {
+    "random": Baseline(random, "inputs", "uniform numbers"),
+    "gradient-norm": Baseline(gradient_norm, "inputs", "Simonyan et al. 2014; norm over the embedding"),
+    "gradient-sum": Baseline(gradient_sum, "inputs", "Abnar & Zuidema 2020, their code"),
+    "gradient-x-input": Baseline(gradient_x_input, "inputs", "Shrikumar et al. 2016"),
+    "integrated-gradients": Baseline(integrated_gradients, "inputs", "Sundararajan et al. 2017"),
+    "occlusion": Baseline(occlusion, "changes", "Zeiler & Fergus 2014; Li et al. 2016"),
+}
+
+
+def digest(inputs: Inputs) -> bytes:
+    """The SHA-256 of a model's input: names, types, shapes and bytes of its tensors."""
+    tensors = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
+    result = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        tensor = tensor.detach().cpu().contiguous()
+        result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        result.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return result.digest()
+
+
+def _gradient(
+    method: str,
+    reduce: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    trace: Trace,
+    model: torch.nn.Module,
+    inputs: Inputs,
+    target: Target,
+) -> Relevance:
+    """One backward pass to the embeddings, then one number per token: reduce takes (token, dim) twice."""
+    values, run = _entrance(model, inputs)
+    chosen = Chosen(target)
+    with torch.enable_grad():
+        values = values.requires_grad_()
+        # autograd.grad asks for this gradient alone, so that parameters' .grad stay as they are.
+        (gradient,) = torch.autograd.grad(chosen(run(values)).sum(), values)
+    scores = reduce(_per_token(trace, gradient), _per_token(trace, values.detach()))
+    return _relevance(method, scores, trace, {"target": chosen.facts(0)["target"]}, {})
+
+
+def _entrance(model: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    """Where the input first is numbers that can be varied: these, with a batch axis, and the model as their function.
+
+    Pixels enter as they are. A text enters as what the model's embedding of tokens returns; the rest of the inputs is
+    repeated for as many cases as are given.
+    """
+    if isinstance(inputs, torch.Tensor):
+        return inputs.detach().clone(), model
+    ids = inputs["input_ids"]
+    embedding = _embedding(model)
+    with torch.no_grad():
+        values = embedding(ids).detach().clone()
+
+    def run(values: torch.Tensor) -> Any:
+        batch = {name: tensor.expand(len(values), *tensor.shape[1:]) for name, tensor in inputs.items()}
+        hook = embedding.register_forward_hook(
+            lambda module, args, output: values if output.shape == values.shape else output
+        )
+        try:
+            return model(**batch)
+        finally:
+            hook.remove()
+
+    return values, run
+
+
+def _embedding(model: Any) -> torch.nn.Module:
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        found = next((module for module in model.modules() if isinstance(module, torch.nn.Embedding)), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} has no embedding of tokens that a gradient could be taken to")
+    return found
+
+
+def _per_token(trace: Trace, values: torch.Tensor) -> torch.Tensor:
+    """Embeddings (1, token, dim), or pixels (1, channel, height, width), as (token, dim) in double precision."""
+    values = values.detach().cpu().double()
+    if values.ndim == 3 and values.shape[1] == len(trace.tokens):
+        return values[0]
+    if trace.grid is None or values.ndim != 4 or values.shape[2] % trace.grid[0] or values.shape[3] % trace.grid[1]:
+        raise ValueError(
+            f"an input of shape {tuple(values.shape)} does not fit the trace, which has {len(trace.tokens)} tokens and "
+            f"{f'patches {trace.grid}' if trace.grid else 'no patches'}; give the one example that was captured"
+        )
+    patch = values.shape[2] // trace.grid[0], values.shape[3] // trace.grid[1]
+    patches = torch.nn.functional.unfold(values, patch, stride=patch)[0].mT
+    result = torch.zeros(len(trace.tokens), patches.shape[1], dtype=torch.float64)
+    result[[place for place, role in enumerate(trace.roles) if role == "patch"]] = patches
+    return result
+
+
+def _relevance(
+    method: str,
+    scores: NDArray[np.float64] | torch.Tensor,
+    trace: Trace,
+    settings: Mapping[str, Any],
+    checks: Mapping[str, Any],
+) -> Relevance:
+    """Scores (token,) as one row: of the query that the trace's output is read from, at the top layer."""
+    query = trace.readout or 0
+    model = {name: fact for name, fact in trace.model.items() if name != "versions"}
+    versions = {"attnflow": version("attnflow"), "python": platform.python_version(), "numpy": np.__version__}
+    return Relevance(
+        scores=np.asarray(scores, dtype=np.float64)[None],
+        tokens=trace.tokens,
+        roles=trace.roles,
+        queries=(query,),
+        query_tokens=(trace.tokens[query],),
+        layers=(len(trace.layers) - 1,),
+        grid=trace.grid,
+        words=trace.words,
+        recipe={
+            "method": method,
+            "settings": dict(settings),
+            "model": {**model, "layers": len(trace.layers), "heads": trace.layers[0].shape[0]},
+            "versions": versions | trace.model.get("versions", {}),
+            "checks": dict(checks),
+        },
+    )

@@ -1,0 +1,133 @@
+"""The command that measures how faithful methods are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from attnflow.cli.explain import check_device, integer, quieten_transformers
+from attnflow.cli.printing import note, print_json, progress, working
+
+if TYPE_CHECKING:
+    from attnflow.faithfulness.results import Summary
+
+
+def evaluate(
+    data: Path,
+    /,
+    *,
+    model: str,
+    methods: str = "raw,rollout,flow",
+    metrics: str | None = None,
+    target: str = "predicted",
+    layer: Annotated[str, Parameter(allow_leading_hyphen=True)] = "-1",
+    blank: Literal["unk", "mask", "pad", "delete"] = "unk",
+    special: Annotated[bool, Parameter(negative=())] = False,
+    limit: int | None = None,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    batch_size: int = 64,
+    seed: int = 0,
+    device: str = "cpu",
+    json: Annotated[bool, Parameter(negative=())] = False,
+    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative=())] = False,
+    debug: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Measure how faithful methods are to a text classifier, beside random scores and the gradient.
+
+    Parameters
+    ----------
+    data
+        A file with one text on each line, and its label behind a tab if it has one.
+    model
+        A local folder or a Hugging Face hub name of a text classifier.
+    methods
+        Names with commas between them: methods, or baselines (gradient-sum, gradient-x-input, occlusion,
+        integrated-gradients). random and gradient-norm are always there.
+    metrics
+        Names with commas between them. By default all that are for text.
+    target
+        The class explained: predicted, label, or its index.
+    layer
+        The layer explained, or "all".
+    blank
+        What removed tokens become; delete takes them out.
+    special
+        Let special tokens be removed and take part in correlations.
+    limit
+        Take the first examples only.
+    output
+        Write every value to a .parquet file. A run that was killed goes on where it stopped if it is called again.
+    batch_size
+        Cases in one forward pass.
+    seed
+        Of the random scores and the intervals.
+    device
+        Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
+    json
+        Print JSON instead of a table.
+    quiet
+        No progress bars and no notes.
+    debug
+        Show the traceback of an error.
+    """
+    with working("loading the model", quiet=quiet):
+        from attnflow.faithfulness import loading
+        from attnflow.faithfulness.run import evaluate
+
+        quieten_transformers()
+        examples = loading.texts(data)[:limit]
+        classifier, tokenizer = loading.text_classifier(model, check_device(device))
+    with progress("evaluating", quiet=quiet) as called:
+        evaluation = evaluate(
+            classifier,
+            examples,
+            methods=methods.split(","),
+            metrics=metrics.split(",") if metrics else None,
+            tokenizer=tokenizer,
+            target=target if target in ("predicted", "label") else integer("--target", target),
+            layer="all" if layer == "all" else integer("--layer", layer),
+            blank=blank,
+            special=special,
+            output=output,
+            batch_size=batch_size,
+            seed=seed,
+            progress=called,
+        )
+    summary = evaluation.summary()
+    if json:
+        print_json({"recipe": evaluation.recipe, "summary": [_finite(one._asdict()) for one in summary]})
+    else:
+        _print_summary(summary)
+    for failure in evaluation.failures[:5]:
+        note(f"example {failure.example}, {failure.method or 'all methods'}: {failure.error}", quiet=quiet)
+    if len(evaluation.failures) > 5:
+        note(f"{len(evaluation.failures)} failures in all", quiet=quiet)
+    if output is not None:
+        note(f"wrote {output}", quiet=quiet)
+
+
+def _print_summary(summary: list[Summary]) -> None:
+    """One block per metric, its methods in the order of their means, best first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "layer", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("mean", "95 % interval", "deviation", "n", "undefined"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for metric in dict.fromkeys(one.metric for one in summary):
+        block = [one for one in summary if one.metric == metric]
+        sign, arrow = (-1, "↑") if block[0].direction == "up" else (1, "↓")
+        table.add_row(f"{metric} {arrow}", style="bold")
+        for one in sorted(block, key=lambda one: (math.isnan(one.mean), sign * one.mean)):
+            layer = "" if one.layer is None else str(one.layer)
+            numbers = f"{one.mean:.3f}", f"{one.low:.3f} to {one.high:.3f}", f"{one.deviation:.3f}", str(one.n)
+            table.add_row(f"  {one.method}", layer, *numbers, str(one.undefined or ""))
+    Console().print(table)
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with null for what is undefined, as JSON has no NaN."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in record.items()}

@@ -1,0 +1,89 @@
+"""The journal of a run: every finished example is one line of a file, so that a killed run loses none of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnflow.faithfulness.results import Failure, Row
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One finished example. digest: of the example itself, in hexadecimal."""
+
+    example: int
+    digest: str
+    rows: tuple[Row, ...]
+    failures: tuple[Failure, ...]
+
+    def line(self) -> str:
+        """The entry as one line of JSON, undefined values as null."""
+        rows = [[*row[1:4], None if math.isnan(row.value) else row.value] for row in self.rows]
+        failures = [failure[1:] for failure in self.failures]
+        content = {"example": self.example, "digest": self.digest, "rows": rows, "failures": failures}
+        return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def read(cls, line: bytes) -> Entry:
+        """The entry that `line` made."""
+        content = json.loads(line)
+        number = content["example"]
+        rows = (
+            Row(number, method, layer, metric, math.nan if value is None else value)
+            for method, layer, metric, value in content["rows"]
+        )
+        failures = (Failure(number, *failure) for failure in content["failures"])
+        return cls(number, content["digest"], tuple(rows), tuple(failures))
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A file whose first line is the recipe of a run, and whose other lines are its finished examples."""
+
+    path: Path
+
+    def resume(self, recipe: Mapping[str, Any]) -> dict[int, Entry]:
+        """The finished examples of an earlier run with the same recipe; starts the file if there is none.
+
+        A last line that a kill cut short is dropped.
+
+        Raises ValueError if the file is of a run with another recipe, or is no journal.
+        """
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n")]
+        if not whole:
+            self._write(json.dumps(recipe, ensure_ascii=False, allow_nan=False) + "\n", "wb")
+            return {}
+        try:
+            earlier = json.loads(whole[0])
+            entries = [Entry.read(line) for line in whole[1:]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} is not the journal of an evaluation ({error}); move it away") from error
+        self._check_same(earlier, recipe)
+        os.truncate(self.path, sum(len(line) for line in whole))
+        return {entry.example: entry for entry in entries}
+
+    def append(self, entry: Entry) -> None:
+        """Add a finished example, on the disk when this returns."""
+        self._write(entry.line(), "ab")
+
+    def _write(self, text: str, mode: str) -> None:
+        with open(self.path, mode) as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _check_same(self, earlier: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
+        differing = [name for name in recipe if earlier.get(name) != recipe[name]]
+        if differing:
+            name = differing[0]
+            raise ValueError(
+                f"{self.path} is of an unfinished run with other settings: {name} was {earlier.get(name)!r} and is now "
+                f"{recipe[name]!r}; give the same settings to go on with it, or delete the file to begin again"
+            )

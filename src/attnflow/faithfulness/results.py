@@ -1,0 +1,137 @@
+"""What an evaluation found: one row per example, method, layer and metric; its summary; its Parquet file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnflow.faithfulness.metrics import METRICS
+from attnflow.relevance import write_whole
+
+_FORMAT = "attnflow-evaluation-1"
+
+
+class Row(NamedTuple):
+    """One measurement. layer: None for baselines, which have none. value: NaN where the metric is undefined."""
+
+    example: int
+    method: str
+    layer: int | None
+    metric: str
+    value: float
+
+
+class Failure(NamedTuple):
+    """An example that could not be measured, or (with a method) one method on it; error: one line."""
+
+    example: int
+    method: str | None
+    error: str
+
+
+class Summary(NamedTuple):
+    """One method's values of one metric: mean, deviation (n - 1), and the bootstrap interval of the mean.
+
+    direction: whether more ("up") or less ("down") is better. n: the examples counted. undefined: those left out
+    because the metric is undefined on them.
+    """
+
+    method: str
+    layer: int | None
+    metric: str
+    direction: str
+    mean: float
+    deviation: float
+    low: float
+    high: float
+    n: int
+    undefined: int
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The rows of an evaluation, what failed, and the recipe: settings, seed, model, data and versions."""
+
+    rows: tuple[Row, ...]
+    failures: tuple[Failure, ...]
+    recipe: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        examples = len({row.example for row in self.rows})
+        return f"<Evaluation: {examples} examples, {len(self.rows)} values, {len(self.failures)} failures>"
+
+    def summary(self, *, resamples: int = 1000, level: float = 0.95) -> list[Summary]:
+        """One entry per method, layer and metric, in the order of the rows.
+
+        The interval holds the middle `level` of the means of `resamples` bootstrap samples of the examples, drawn from
+        the recipe's seed. Numbers that too few examples define are NaN.
+        """
+        groups: dict[tuple[str, int | None, str], list[float]] = {}
+        for row in self.rows:
+            groups.setdefault(row[1:4], []).append(row.value)
+        rng = np.random.default_rng(self.recipe["seed"])
+        entries: list[Summary] = []
+        for (method, layer, metric), everything in groups.items():
+            values = np.array([value for value in everything if not math.isnan(value)])
+            mean = float(values.mean()) if values.size else math.nan
+            deviation = float(values.std(ddof=1)) if values.size > 1 else math.nan
+            low, high = _interval(values, resamples, level, rng)
+            counts = len(values), len(everything) - len(values)
+            direction = METRICS[metric].direction
+            entries.append(Summary(method, layer, metric, direction, mean, deviation, low, high, *counts))
+        return entries
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a Parquet file, whole or not at all; failures are its rows with an error and no metric."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        records: list[tuple[Any, ...]] = [(*row, None) for row in self.rows]
+        records += [(failure.example, failure.method, None, None, None, failure.error) for failure in self.failures]
+        columns = list(zip(*records, strict=True)) or [()] * 6
+        fields = [("example", pa.int64()), ("method", pa.string()), ("layer", pa.int32()), ("metric", pa.string())]
+        fields += [("value", pa.float64()), ("error", pa.string())]
+        header = json.dumps({"format": _FORMAT, "recipe": dict(self.recipe)}, ensure_ascii=False, allow_nan=False)
+        schema = pa.schema(fields, metadata={"attnflow": header})
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+        table = pa.Table.from_arrays(arrays, schema=schema)
+        return write_whole(Path(path), lambda file: parquet.write_table(table, file))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Evaluation:
+        """Read what `save` wrote.
+
+        Raises ValueError if the file is not such a file, FileNotFoundError if there is none.
+        """
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        try:
+            table = parquet.read_table(path)
+            header = json.loads((table.schema.metadata or {})[b"attnflow"])
+            if header["format"] != _FORMAT:
+                raise ValueError(f"format {header['format']!r}")
+            records = list(zip(*(table[name].to_pylist() for name in table.column_names), strict=True))
+        except (pa.ArrowInvalid, KeyError, ValueError) as error:
+            raise ValueError(f"{path} does not hold an evaluation that attnflow saved ({error})") from error
+        rows = tuple(Row(*record[:5]) for record in records if record[3] is not None)
+        failures = tuple(Failure(record[0], record[1], record[5]) for record in records if record[3] is None)
+        return cls(rows, failures, header["recipe"])
+
+
+def _interval(
+    values: NDArray[np.float64], resamples: int, level: float, rng: np.random.Generator
+) -> tuple[float, float]:
+    if values.size < 2:
+        return math.nan, math.nan
+    means = [values[rng.integers(0, values.size, values.size)].mean() for _ in range(resamples)]
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

@@ -1,0 +1,213 @@
+"""Evaluation over a data set: every method and baseline against every metric, example by example."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from attnflow.baselines import BASELINES
+from attnflow.faithfulness.example import EvaluationTarget, Plan, digest, measure, randomised
+from attnflow.faithfulness.journal import Entry, Journal
+from attnflow.faithfulness.metrics import METRICS
+from attnflow.faithfulness.results import Evaluation
+from attnflow.faithfulness.score import IMAGE_BLANKS, TEXT_BLANKS
+from attnflow.methods import METHODS
+
+# What stands beside the methods in every evaluation.
+ALWAYS = ("random", "gradient-norm")
+
+
+def evaluate(
+    model: torch.nn.Module,
+    data: Iterable[tuple[Any, ...]],
+    *,
+    methods: Sequence[str] = ("raw", "rollout", "flow"),
+    metrics: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    target: EvaluationTarget = "predicted",
+    query: int | str | None = "readout",
+    layer: int | Literal["all"] = -1,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    gradient: str = "gradient-norm",
+    blank: str | None = None,
+    special: bool = False,
+    output: str | Path | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+    progress: Callable[[int, int | None], object] | None = None,
+) -> Evaluation:
+    """Measure how faithful methods are to a model on a data set, always beside random scores and the gradient.
+
+    data: (text, label) with a tokenizer; or (pixels, label) or (pixels, label, mask), with pixels (channel, height,
+    width) as the model takes them and a mask (height, width), nonzero inside.
+    methods: names in METHODS or BASELINES. metrics: names in METRICS; None for all that fit the first example.
+    target: the class explained: "predicted" by the model, the example's "label", an index, or a function of the model's
+    output that returns one score per case. Tests that remove tokens watch its probability (the function's value).
+    query: the output position explained, as the methods take it; "readout" is the trace's own, or the mean over all.
+    layer: the layer explained, or "all". settings: further settings of a method, by its name. gradient: the baseline
+    that gradient correlations are with. special: whether special tokens may be removed and take part in correlations.
+    blank: what removed text becomes ("unk" unless told), or removed patches (unless told "zero", and "blur" for
+    insertion); `faithfulness.score` lists them. batch_size: cases in one forward pass.
+    output: a .parquet file to write. Until it is whole, finished examples stand in a file of that name and ".partial",
+    and the same call after a kill goes on behind them. progress: called with the examples done, and in all if known.
+
+    An example that fails, or one method on it, is recorded with its error and does not end the run.
+
+    Raises ValueError for a setting that is unknown, for settings or data other than those of the run that is resumed,
+    and if no example could be measured (the file is written all the same); ModuleNotFoundError for a missing package.
+    """
+    examples = iter(data)
+    first = _first(examples)
+    plan = Plan(
+        methods=tuple(dict.fromkeys((*methods, *ALWAYS, gradient))),
+        metrics=_fitting(first) if metrics is None else tuple(metrics),
+        target=target,
+        query=query,
+        layer=layer,
+        settings=settings or {},
+        gradient=gradient,
+        blank=blank,
+        special=special,
+        seed=seed,
+        batch_size=batch_size,
+        tokenizer=tokenizer,
+    )
+    _check(model, first, plan)
+    recipe = _recipe(model, plan)
+    journal = None if output is None else _journal(Path(output))
+    done = journal.resume(recipe) if journal else {}
+    needs = {METRICS[name].needs for name in plan.metrics}
+    shuffled = randomised(model, seed) if "randomised" in needs else None
+    total = len(data) if isinstance(data, Sized) else None
+    entries: list[Entry] = []
+    for number, example in enumerate(itertools.chain([first], examples)):
+        if number in done:
+            entry = _same(done[number], example, output)
+        else:
+            entry = measure(model, shuffled, number, example, plan)
+            if journal:
+                journal.append(entry)
+        entries.append(entry)
+        if progress:
+            progress(number + 1, total)
+    return _finish(entries, recipe, journal, output)
+
+
+def _first(examples: Iterator[Any]) -> tuple[Any, ...]:
+    """The first example; ValueError if there is none, or it is no tuple."""
+    first = next(examples, None)
+    if first is None:
+        raise ValueError("there are no data; give at least one example, such as (text, label)")
+    if not isinstance(first, tuple | list) or len(first) < 2:
+        raise ValueError(f"an example is (text, label) or (pixels, label); the first is a {type(first).__name__}")
+    return tuple(first)
+
+
+def _fitting(example: tuple[Any, ...]) -> tuple[str, ...]:
+    """The metrics for data of the kind of one example."""
+    kinds = {"text" if isinstance(example[0], str) else "image"} | ({"mask"} if len(example) > 2 else set[str]())
+    return tuple(name for name, row in METRICS.items() if kinds & set(row.kinds))
+
+
+def _check(model: torch.nn.Module, first: tuple[Any, ...], plan: Plan) -> None:
+    """Refuse, before any work, what would fail on every example."""
+    text = isinstance(first[0], str)
+    tables = ("method", plan.methods, METHODS | BASELINES), ("metric", plan.metrics, METRICS)
+    for kind, names, table in (*tables, ("gradient baseline", [plan.gradient], BASELINES)):
+        for name in names:
+            if name not in table:
+                raise ValueError(f"{kind} {name!r} is unknown; choose from {', '.join(table)}")
+    unused = [name for name in plan.settings if name not in plan.methods]
+    if unused:
+        raise ValueError(f"settings are given for {unused[0]!r}, which is not among the methods")
+    blanks = TEXT_BLANKS if text else IMAGE_BLANKS
+    if plan.blank is not None and plan.blank not in blanks:
+        raise ValueError(f"blank {plan.blank!r} is unknown for these data; choose one of {', '.join(blanks)}")
+    if not text and not isinstance(first[0], torch.Tensor):
+        raise ValueError(
+            f"an example is (text, label), or (pixels, label) with a tensor; it begins with a {type(first[0]).__name__}"
+        )
+    if text and plan.tokenizer is None:
+        raise ValueError("text needs a tokenizer: evaluate(model, data, tokenizer=tokenizer)")
+    if model.training:
+        raise ValueError("the model is in training mode, where its output is random: call model.eval() first")
+    correct = [name for name in plan.metrics if METRICS[name].needs == "correct"]
+    if correct and callable(plan.target):
+        raise ValueError(f"{correct[0]} asks whether the predicted class changes: the target must be a class")
+
+
+def _recipe(model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
+    """What decides the values: for the file, and to tell whether a run that is resumed is the same."""
+    names = ("methods", "metrics", "query", "layer", "settings", "gradient", "blank", "special", "seed")
+    target = getattr(plan.target, "__name__", "function") if callable(plan.target) else plan.target
+    tokens = "special tokens are " + ("removed like others" if plan.special else "never removed and not correlated")
+    recipe = {
+        **{name: getattr(plan, name) for name in names},
+        "target": target,
+        "tokens": tokens,
+        "tokenizer": None if plan.tokenizer is None else type(plan.tokenizer).__name__,
+        "model": {"class": type(model).__name__, "sha256": _weights_digest(model)},
+        "versions": _versions(model, plan.tokenizer),
+    }
+    return json.loads(json.dumps(recipe, default=str))
+
+
+def _weights_digest(model: torch.nn.Module) -> str:
+    result = hashlib.sha256()
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        result.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()
+
+
+def _versions(*used: object) -> dict[str, str]:
+    """Of what computes the values: Python, our package, numbers, and where the model and the tokenizer come from."""
+    origins = {type(one).__module__.partition(".")[0] for one in used}
+    names = ["attnflow", "numpy", "scipy", "torch", *sorted(origins & {"transformers", "timm", "torchvision"})]
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def _journal(output: Path) -> Journal:
+    """Beside the output, which is checked before the work begins."""
+    if output.suffix.lower() != ".parquet":
+        raise ValueError(f"cannot write {output.name!r}: the suffix must be .parquet")
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {output}: the folder {output.parent} does not exist")
+    return Journal(output.with_name(output.name + ".partial"))
+
+
+def _same(entry: Entry, example: tuple[Any, ...], output: object) -> Entry:
+    if entry.digest != digest(example):
+        raise ValueError(
+            f"example {entry.example} is not the one that the unfinished run in {output}.partial measured; give the "
+            "same data to go on with it, or delete that file to begin again"
+        )
+    return entry
+
+
+def _finish(
+    entries: Sequence[Entry], recipe: Mapping[str, Any], journal: Journal | None, output: str | Path | None
+) -> Evaluation:
+    """All entries as one evaluation, in its file; the journal is done with."""
+    digests = hashlib.sha256("".join(entry.digest for entry in entries).encode()).hexdigest()
+    evaluation = Evaluation(
+        rows=tuple(row for entry in entries for row in entry.rows),
+        failures=tuple(failure for entry in entries for failure in entry.failures),
+        recipe={**recipe, "data": {"examples": len(entries), "sha256": digests}},
+    )
+    if output is not None:
+        evaluation.save(output)
+    if journal:
+        journal.path.unlink(missing_ok=True)
+    if not evaluation.rows:
+        raise ValueError(f"none of the {len(entries)} examples could be measured: {evaluation.failures[0].error}")
+    return evaluation

@@ -1,0 +1,187 @@
+"""The baselines on models whose gradients are known, and against autograd."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from attnflow import Relevance, Trace, capture
+from attnflow.baselines import (
+    BASELINES,
+    gradient_norm,
+    gradient_sum,
+    gradient_x_input,
+    integrated_gradients,
+    occlusion,
+    random,
+)
+from attnflow.faithfulness.metrics import blank_out
+from attnflow.faithfulness.score import text_score
+from classifiers import small_bert, small_vit, tokenizer
+
+TEXT = "The keys to the cabinet are on the table."
+GRADIENTS = [name for name, row in BASELINES.items() if row.needs == "inputs" and name != "random"]
+
+
+class Bag(torch.nn.Module):
+    """Logits that are linear in the embeddings: known gradients, and no attention at all."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.words = torch.nn.Embedding(11, 5)
+        self.words.weight.data = torch.randn(11, 5, generator=generator)
+        self.head = torch.nn.Linear(5, 3)
+
+    def forward(self, input_ids):
+        return self.head(self.words(input_ids).sum(1))
+
+
+class Canvas(torch.nn.Module):
+    """One logit per class, linear in the pixels."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = torch.nn.Parameter(weights)
+
+    def forward(self, pixels):
+        return torch.einsum("bchw,kchw->bk", pixels, self.weights)
+
+
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+@pytest.fixture
+def bag():
+    return Bag()
+
+
+@pytest.fixture
+def bag_trace():
+    return Trace.from_arrays(np.full((1, 5, 5), 0.2), tokens="abcde")
+
+
+@pytest.fixture(scope="module")
+def small():
+    """(trace, model, inputs) of a small BERT."""
+    model, words = small_bert(), tokenizer()
+    inputs = dict(words(TEXT, return_tensors="pt"))
+    return capture(model, inputs, tokenizer=words), model, inputs
+
+
+def test_known_gradients(bag, bag_trace):
+    weight, embeddings = bag.head.weight[2].detach().double(), bag.words.weight[IDS[0]].detach().double()
+    call = bag_trace, bag, {"input_ids": IDS}
+    np.testing.assert_allclose(gradient_norm(*call, target=2).row, [weight.norm()] * 5)
+    np.testing.assert_allclose(gradient_sum(*call, target=2).row, [weight.sum().abs()] * 5)
+    np.testing.assert_allclose(gradient_x_input(*call, target=2).row, embeddings @ weight, rtol=1e-6)
+    np.testing.assert_allclose(integrated_gradients(*call, target=2).row, embeddings @ weight, rtol=1e-5)
+
+
+def test_gradients_against_autograd(small):
+    trace, model, inputs = small
+    embeddings = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+    rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+    logits = model(inputs_embeds=embeddings, **rest).logits[0]
+    target = int(logits.argmax())
+    (gradient,) = torch.autograd.grad(logits[target], embeddings)
+    relevance = gradient_norm(trace, model, inputs)
+    np.testing.assert_allclose(relevance.row, gradient[0].norm(dim=-1), rtol=1e-4)
+    assert relevance.recipe["settings"] == {"target": target}
+
+
+def test_integrated_gradients_add_up(small):
+    relevance = integrated_gradients(*small, steps=200)
+    trace, model, inputs = small
+    target = relevance.recipe["settings"]["target"]
+    with torch.no_grad():
+        zeros = torch.zeros(1, len(trace.tokens), 16)
+        change = model(**inputs).logits[0, target] - model(inputs_embeds=zeros).logits[0, target]
+    delta = relevance.recipe["checks"]["convergence_delta"]
+    assert relevance.row.sum() == pytest.approx(float(change) + delta, abs=1e-4)
+    assert abs(delta) < 0.1 * abs(float(change))
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_patches_hold_the_gradient_of_their_pixels(name):
+    weights = torch.zeros(2, 3, 8, 12)
+    weights[1, :, 4:, 8:] = 1  # the last of 2 x 3 patches of 4 x 4 pixels
+    pixels = torch.full((1, 3, 8, 12), 2.0)
+    roles = ("prefix", *("patch",) * 6)
+    trace = Trace.from_arrays(np.full((1, 7, 7), 1 / 7), tokens="c123456", roles=roles, grid=(2, 3))
+    expected = {"gradient-norm": 48**0.5, "gradient-sum": 48, "gradient-x-input": 96, "integrated-gradients": 96}[name]
+    relevance = BASELINES[name].function(trace, Canvas(weights), pixels, target=1)
+    np.testing.assert_allclose(relevance.row, [0, 0, 0, 0, 0, 0, expected], rtol=1e-6)
+    assert relevance.grid == (2, 3)
+
+
+@pytest.mark.parametrize("name", [*GRADIENTS, "random"])
+def test_the_model_is_left_as_it_was(small, name):
+    trace, model, inputs = small
+    before = {key: value.clone() for key, value in inputs.items()}
+    marker = torch.ones_like(model.classifier.weight)
+    model.classifier.weight.grad = marker
+    relevance = BASELINES[name].function(trace, model, inputs)
+    assert model.classifier.weight.grad is marker
+    assert marker.eq(1).all()
+    model.classifier.weight.grad = None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(torch.equal(inputs[key], value) for key, value in before.items())
+    assert np.isfinite(relevance.scores).all()
+
+
+@pytest.mark.parametrize("name", [*GRADIENTS, "random"])
+def test_baselines_are_relevance_like_any_other(small, name, tmp_path):
+    trace, model, inputs = small
+    relevance = BASELINES[name].function(trace, model, inputs)
+    assert relevance.tokens == trace.tokens
+    assert relevance.roles == trace.roles
+    assert relevance.query_tokens == ("[CLS]",)
+    assert set(relevance.recipe) == {"method", "settings", "model", "versions", "checks"}
+    assert relevance.recipe["method"] == name
+    again = Relevance.load(relevance.save(tmp_path / "baseline.json"))
+    np.testing.assert_array_equal(again.scores, relevance.scores)
+    relevance.show()
+
+
+def test_random_is_of_the_example_and_the_seed(small):
+    trace, model, inputs = small
+    other = {**inputs, "input_ids": inputs["input_ids"].flip(1)}
+    first = random(trace, model, inputs).row
+    np.testing.assert_array_equal(first, random(trace, model, inputs).row)
+    assert not np.array_equal(first, random(trace, model, inputs, seed=1).row)
+    assert not np.array_equal(first, random(trace, model, other).row)
+    assert first.min() >= 0
+    assert first.max() < 1
+
+
+def test_occlusion_is_the_change_of_each_token(small):
+    trace, model, inputs = small
+    score = text_score(model, inputs, trace.roles, 1, tokenizer=tokenizer())
+    changes = blank_out(score, len(score.positions))
+    relevance = occlusion(trace, changes, score.positions)
+    np.testing.assert_array_equal(relevance.row, [0, *changes, 0])
+
+
+def test_gradients_of_a_vision_transformer():
+    model = small_vit()
+    pixels = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    row = gradient_norm(capture(model, pixels), model, pixels, target=1).row
+    assert row[0] == 0
+    assert (row[1:] > 0).all()
+
+
+def test_a_missing_captum_says_what_to_install(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "captum.attr", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'attnflow\[captum\]'"):
+        integrated_gradients(*small)
+
+
+def test_what_does_not_fit_is_refused(bag, bag_trace, small):
+    _, model, inputs = small
+    with pytest.raises(ValueError, match="does not fit the trace, which has 5 tokens and no patches"):
+        gradient_norm(bag_trace, model, inputs)
+    with pytest.raises(ValueError, match="has no embedding of tokens"):
+        gradient_norm(bag_trace, torch.nn.Linear(2, 2), {"input_ids": IDS})
