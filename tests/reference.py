@@ -5,6 +5,7 @@ top (query, key) and below [(query, key), ...], layer 0 nearest the input, as in
 
 from itertools import product
 
+import igraph
 import networkx as nx
 import numpy as np
 from networkx.algorithms.flow import edmonds_karp
@@ -38,6 +39,21 @@ def edges(top, below, query, token):
             yield above, SINK if number == 0 else (number, j), layer[i, j]
 
 
+def numbered_edges(top, below, query, token):
+    """The same edges where they carry anything, as arrays (from, to, capacity): the query is node 0, the token 1."""
+    layers, parts, start = [*below, top], [], 2
+    for number, layer in enumerate(layers):
+        i, j = np.nonzero(layer)
+        keep = (i == query) | (number < len(layers) - 1)
+        keep &= (j == token) | (number > 0)
+        i, j = i[keep], j[keep]
+        under = np.ones_like(j) if number == 0 else start - layer.shape[1] + j
+        above = np.zeros_like(i) if number == len(layers) - 1 else start + i
+        parts.append((above, under, layer[i, j]))
+        start += layer.shape[0]
+    return [np.concatenate(part) for part in zip(*parts, strict=True)], start
+
+
 def flow_by_networkx(top, below, query, token):
     """The maximum flow of one pair on floats; only for small graphs.
 
@@ -53,15 +69,31 @@ def flow_by_networkx(top, below, query, token):
 
 def flow_by_scipy(top, below, query, token):
     """The maximum flow of one pair where every capacity is an integer below 2^31."""
-    nodes = {SOURCE: 0, SINK: 1}
-    listed = [edge for edge in edges(top, below, query, token) if edge[2] > 0]
-    for above, under, _ in listed:
-        nodes.setdefault(above, len(nodes))
-        nodes.setdefault(under, len(nodes))
-    places = [nodes[above] for above, _, _ in listed], [nodes[under] for _, under, _ in listed]
-    capacities = np.array([capacity for _, _, capacity in listed], dtype=np.int32)
-    graph = csr_array((capacities, places), shape=(len(nodes), len(nodes)))
+    (above, under, capacity), nodes = numbered_edges(top, below, query, token)
+    graph = csr_array((capacity.astype(np.int32), (above, under)), shape=(nodes, nodes))
     return maximum_flow(graph, 0, 1).flow_value
+
+
+def flow_by_igraph(top, below, query, token):
+    """The maximum flow of one pair on floats, by push-relabel."""
+    (above, under, capacity), nodes = numbered_edges(top, below, query, token)
+    graph = igraph.Graph(nodes, np.stack([above, under], 1).tolist(), directed=True)
+    return graph.maxflow_value(0, 1, capacity.tolist())
+
+
+def flow_between_groups(top, below, queries, tokens):
+    """The maximum flow from a source joined to all queries, to a sink joined to all tokens, by networkx."""
+    layers = [*below, top]
+    graph = nx.DiGraph()
+    graph.add_nodes_from([SOURCE, SINK])
+    for query in queries:
+        graph.add_edge(SOURCE, (len(layers), query))  # without a capacity: without limit
+    for token in tokens:
+        graph.add_edge((0, token), SINK)
+    for number, layer in enumerate(layers):
+        for i, j in np.argwhere(layer > 0).tolist():
+            graph.add_edge((number + 1, i), (number, j), capacity=float(layer[i, j]))
+    return nx.maximum_flow_value(graph, SOURCE, SINK, flow_func=edmonds_karp)
 
 
 def flow_by_cuts(top, below, query, token):

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import reference
-from attnflow.propagate import flow as engine
-from attnflow.propagate.flow import flow, min_cut
+from attnflow.propagate import _engine as engine
+from attnflow.propagate._maxflow import kernel
+from attnflow.propagate.cuts import min_cut, paths
+from attnflow.propagate.flow import flow, flow_bounds, flow_of_layers
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-300}
 
@@ -141,6 +143,7 @@ def test_does_not_depend_on_the_number_of_threads():
     try:
         numba.set_num_threads(1)
         one = flow(layers[-1], layers[:-1]).values
+        assert numba.get_num_threads() == 1
     finally:
         numba.set_num_threads(threads)
     np.testing.assert_array_equal(several, one)
@@ -208,6 +211,105 @@ def test_small_flows_through_wide_edges_keep_their_digits():
         for token in (0, 1):
             value = flow(layers[-1], layers[:-1]).values[3, token]
             check_cut(layers[-1], layers[:-1], 3, token, value)
+
+
+@pytest.mark.parametrize("depth", [2, 6, 12])
+@pytest.mark.parametrize("narrow", [1e-3, 1e-14])
+def test_flows_far_below_their_bound_keep_their_digits(depth, narrow):
+    """Two separate routes, one narrow at its top and one at its bottom: the bound counts each many times over."""
+    rng, n = np.random.default_rng(depth), 16
+    below = [np.zeros((2 * n, 1))]
+    below[0][:n], below[0][n] = 1, 0.7 * narrow
+    for _ in range(depth):
+        layer = 0.5 + rng.random((2 * n, 2 * n))
+        layer[:n, n:] = layer[n:, :n] = 0
+        below.append(layer)
+    top = np.zeros((1, 2 * n))
+    top[0, n:], top[0, 0] = 1, narrow
+    value = flow(top, below).values[0, 0]
+    if depth == 12:
+        assert flow_bounds(top, below).upper > 1e3 * value
+    np.testing.assert_allclose(value, 1.7 * narrow, rtol=1e-12)
+    check_cut(top, below, 0, 0, value)
+    routes = paths(top, below, 0, 0)
+    np.testing.assert_allclose([routes.flow, sum(path.amount for path in routes.paths)], 1.7 * narrow, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_at_once_is_each_layer_alone(kind):
+    layers = random_layers(np.random.default_rng(300 + KINDS.index(kind)), kind, depth=6, width=14)
+    for first in (0, 2):
+        together = flow_of_layers(layers[first:], layers[:-1], sinks=[0, 5])
+        for number, result in enumerate(together, first):
+            alone = flow(layers[number], layers[:number], sinks=[0, 5])
+            np.testing.assert_array_equal(result.values, alone.values)
+            np.testing.assert_array_equal(result.certificates, alone.certificates)
+            np.testing.assert_array_equal(result.saturated, alone.saturated)
+
+
+def test_every_layer_must_fit():
+    with pytest.raises(ValueError, match=r"layer 1 of shape \(3, 3\) attends to 3 keys, but layer 0"):
+        flow_of_layers([np.ones((3, 3)), np.ones((3, 4))], [np.ones((4, 4)), np.ones((4, 4))])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounds_enclose_the_flow(kind):
+    rng = np.random.default_rng(400 + KINDS.index(kind))
+    for case in range(20):
+        layers = random_layers(rng, kind, depth=rng.integers(1, 9), width=rng.integers(1, 25), square=case % 2)
+        values = flow(layers[-1], layers[:-1]).values
+        lower, upper = flow_bounds(layers[-1], layers[:-1])
+        assert (lower >= 0).all()
+        assert (lower <= values * (1 + 1e-9)).all()
+        assert (values <= upper * (1 + 1e-9)).all()
+        plain = flow_bounds(layers[-1], layers[:-1], found=False)
+        np.testing.assert_array_equal(plain.upper, upper)
+        assert len(layers) == 1 or not plain.lower.any()
+
+
+def test_bounds_of_real_attention_meet(minilm_eager, minilm):
+    layers = real_layers(minilm_eager, minilm[1], 100)
+    lower, upper = flow_bounds(layers[-1], layers[:-1])
+    assert (lower >= upper * (1 - 1e-9)).mean() > 0.7
+    assert (1 - lower / upper).mean() < 0.02
+
+
+def test_saturation_by_query():
+    result = flow([[0.1, 0.0], [0.6, 0.0]], [[[0.5, 0.5], [0.5, 0.5]], np.eye(2)])
+    np.testing.assert_array_equal(result.saturated, [[True, True], [False, False]])
+    assert result.checks()["saturated_by_query"] == [1.0, 0.0]
+    assert result.checks()["saturated"] == 0.5
+
+
+def test_more_than_fits_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr(engine, "_free_memory", lambda: 10**6)
+    before = time.perf_counter()
+    with pytest.raises(MemoryError, match=r"6 layers of up to 300 nodes.* 0\.0 GB are free; explain fewer"):
+        flow(np.ones((300, 300)), [np.ones((300, 300))] * 5)
+    assert time.perf_counter() - before < 1
+
+
+def test_free_memory_is_known_and_plausible():
+    free = engine._free_memory()
+    assert free is None or 10**6 < free < 10**14
+
+
+def test_says_when_it_compiles(monkeypatch, caplog):
+    stack = engine._stack
+    monkeypatch.setattr(engine, "_COMPILING_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "_stack", lambda *given: time.sleep(0.5) or stack(*given))
+    engine.load_kernels.cache_clear()
+    engine.load_kernels()
+    assert "compiling its flow kernels" in caplog.text
+    caplog.clear()
+    engine.load_kernels()
+    assert not caplog.text
+
+
+def test_compiles_where_nothing_can_be_written():
+    names = {}
+    exec("def double(x):\n    return 2 * x", names)  # in no file, so that numba has no place for its code
+    assert kernel(names["double"])(21) == 42
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from attnflow.propagate.flow import flow, min_cut
+from attnflow.propagate.cuts import min_cut
+from attnflow.propagate.flow import flow
 
 SETTINGS = settings(max_examples=60, deadline=None)
 CAPACITIES = st.one_of(

@@ -23,6 +23,7 @@ ALLOWED = {
     "show": {"relevance"},
     "graph": {"trace", "mixing"},
     "methods": {"layers", "trace", "relevance", "mixing", "graph", "propagate"},
+    "routes": {"trace", "relevance", "mixing", "graph", "methods", "propagate"},
     "baselines": {"trace", "relevance", "capturing"},
     "faithfulness": {"trace", "relevance", "capturing", "methods", "baselines"},
     "cli": {"trace", "relevance", "capturing", "methods", "show", "faithfulness"},

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from attnflow.faithfulness.metrics import METRICS
     from attnflow.faithfulness.results import Evaluation
     from attnflow.faithfulness.run import evaluate
-    from attnflow.methods import METHODS, flow, raw, rollout
+    from attnflow.methods import METHODS, flow, flow_bounds, raw, rollout
     from attnflow.relevance import Relevance
+    from attnflow.routes import group_flow, min_cut, paths
     from attnflow.trace import Trace
 
 __all__ = [
@@ -31,7 +32,11 @@ __all__ = [
     "capture",
     "evaluate",
     "flow",
+    "flow_bounds",
+    "group_flow",
     "load",
+    "min_cut",
+    "paths",
     "raw",
     "rollout",
 ]
@@ -46,7 +51,11 @@ _HOME = {
     "Trace": "attnflow.trace",
     "capture": "attnflow.capturing",
     "flow": "attnflow.methods",
+    "flow_bounds": "attnflow.methods",
+    "group_flow": "attnflow.routes",
     "load": "attnflow.capturing.arrays",
+    "min_cut": "attnflow.routes",
+    "paths": "attnflow.routes",
     "raw": "attnflow.methods",
     "rollout": "attnflow.methods",
 }

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -110,28 +110,14 @@ def flow(
     layers between no longer matter, stand in `recipe["checks"]`, per layer for layer="all". It runs on the CPU.
 
     The settings are those of `rollout`. progress: called now and then with the pairs done and the pairs in all.
+    Raises MemoryError, before any work, for more than fits into memory; `flow_bounds` takes far less time.
 
     >>> import attnflow
     >>> lower, upper = [[0.1], [0.1], [0.0]], [[0.1, 0.1, 0.8]]
     >>> attnflow.flow([lower, upper]).scores.round(2).tolist()
     [[0.2]]
     """
-    checks: list[dict[str, Any]] = []
-
-    def carry(top: Any, below: Sequence[Transition]) -> Any:
-        highest = float(top.sum(-1).max())
-        if highest > 1 + ROW_SUM_TOLERANCE and any(isinstance(one.layer, JointLayer) for one in below):
-            raise ValueError(
-                f"a row of the explained layer sums to {highest:.4g}, more than the 1 that positions outside a joint "
-                "layer pass on; use a residual, or head_fusion='mean'"
-            )
-        result = _flow.flow(top, [transition.matrix() for transition in below], progress=progress)
-        checks.append(result.checks())
-        return result.values
-
-    relevance = _explain(
-        "flow",
-        carry,
+    graph = attention_graph(
         attention,
         query=query,
         layer=layer,
@@ -140,7 +126,64 @@ def flow(
         head_fusion=head_fusion,
         residual=residual,
     )
+    results = _flow.flow_of_layers(*capacities(graph), progress=progress)
+    checks = [result.checks() for result in results]
+    relevance = relevance_of("flow", graph, [result.values for result in results])
     return relevance.with_checks({"layers": checks} if layer == "all" else checks[0])
+
+
+def flow_bounds(
+    attention: Trace | Any,
+    *,
+    query: Query = None,
+    layer: int = -1,
+    start_layer: int = 0,
+    head: int | None = None,
+    head_fusion: HeadFusion = "mean",
+    residual: float | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> FlowBounds:
+    """What attention flow lies between, for thousands of tokens: `flow` without its search.
+
+    lower: the values of flows that were found in bulk. upper: bounds that need no flow, and that deep real attention
+    nearly always meets. Where both are equal, that is the flow; `lower.recipe["checks"]` tells the share of such pairs
+    ("exact"), and the mean and the widest gap as shares of the upper bound. The settings are those of `flow`.
+
+    >>> lower, upper = [[0.1], [0.1], [0.0]], [[0.1, 0.1, 0.8]]
+    >>> bounds = flow_bounds([lower, upper])
+    >>> bounds.lower.scores.round(2).tolist(), bounds.upper.scores.round(2).tolist()
+    ([[0.2]], [[0.2]])
+    """
+    graph = attention_graph(
+        attention,
+        query=query,
+        layer=layer,
+        start_layer=start_layer,
+        head=head,
+        head_fusion=head_fusion,
+        residual=residual,
+    )
+    (top,), below = capacities(graph)
+    lower, upper = _flow.flow_bounds(top, below, progress=progress)
+    gap = np.divide(upper - lower, upper, out=np.zeros_like(upper), where=upper > 0)
+    checks = {
+        "exact": float((gap <= _flow.TOLERANCE).mean()),
+        "mean_gap": float(gap.mean()),
+        "widest_gap": float(gap.max()),
+    }
+    return FlowBounds(
+        *(
+            relevance_of(f"flow, {name} bound", graph, [scores]).with_checks(checks)
+            for name, scores in (("lower", lower), ("upper", upper))
+        )
+    )
+
+
+class FlowBounds(NamedTuple):
+    """Two answers that the flow lies between; see `flow_bounds`."""
+
+    lower: Relevance
+    upper: Relevance
 
 
 @dataclass(frozen=True)
@@ -182,10 +225,30 @@ def _explain(
         head_fusion=head_fusion,
         residual=residual,
     )
-    rows = [carry(graph.top(number), graph.below(number)) for number in graph.explained]
+    return relevance_of(method, graph, [carry(graph.top(number), graph.below(number)) for number in graph.explained])
+
+
+def capacities(graph: AttentionGraph) -> tuple[list[Any], list[Any]]:
+    """The rows (query, key) of each explained layer, and the layers below the topmost, as `flow_of_layers` takes them.
+
+    Raises ValueError where positions that pass on 1, in the joint graph of an encoder-decoder, would limit a flow.
+    """
+    below = graph.below(graph.explained[-1])
+    tops = [graph.top(number) for number in graph.explained]
+    highest = max(float(top.sum(-1).max()) for top in tops)
+    if highest > 1 + ROW_SUM_TOLERANCE and any(isinstance(one.layer, JointLayer) for one in below):
+        raise ValueError(
+            f"a row of the explained layer sums to {highest:.4g}, more than the 1 that positions outside a joint "
+            "layer pass on; use a residual, or head_fusion='mean'"
+        )
+    return tops, [transition.matrix() for transition in below]
+
+
+def relevance_of(method: str, graph: AttentionGraph, rows: Sequence[Any]) -> Relevance:
+    """The answer of a method, from the scores (query, token) of each explained layer, with its recipe."""
     scores = np.stack([np.asarray(row.cpu() if hasattr(row, "cpu") else row, dtype=np.float64) for row in rows])
     return Relevance(
-        scores=scores if layer == "all" else scores[0],
+        scores=scores if graph.settings["layer"] == "all" else scores[0],
         tokens=graph.tokens,
         roles=graph.roles,
         queries=graph.queries,
@@ -193,11 +256,12 @@ def _explain(
         layers=graph.explained,
         grid=graph.trace.grid if graph.tokens is graph.trace.tokens else None,
         words=graph.trace.words if graph.tokens is graph.trace.tokens else None,
-        recipe=_recipe(method, graph),
+        recipe=recipe(method, graph),
     )
 
 
-def _recipe(method: str, graph: AttentionGraph) -> dict[str, Any]:
+def recipe(method: str, graph: AttentionGraph) -> dict[str, Any]:
+    """What is needed to make scores again: method, settings, model and versions; checks are added later."""
     facts = graph.trace.model
     model = {name: fact for name, fact in facts.items() if name != "versions"}
     versions = {"attnflow": version("attnflow"), "python": platform.python_version(), "numpy": np.__version__}

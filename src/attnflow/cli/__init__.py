@@ -66,7 +66,7 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (CycloptsError, ValueError, OSError, ImportError) as error:
+    except (CycloptsError, ValueError, OSError, ImportError, MemoryError) as error:
         if "--debug" in arguments:
             raise
         message = " ".join(str(error).split())

@@ -14,11 +14,13 @@ demands from level 0, so neither is a node. Levels narrower than the widest are 
     upper     (level, query, node)   how much each query alone can bring to a node
     lower     (level, token, node)   how much each node alone can send to a token
 
-Words are 64 bits. How it works, and what was tried and did not win, is in docs/flow.md.
+Words are 64 bits. How it works, and what was tried and did not win, is in docs/flow.md. All kernels that call each
+other are in this file, because numba's cache on disk notices only changes of the file that a kernel is in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from attnflow.propagate._engine import BOUND, CUT, EXACT, FILL
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.uint64]
@@ -39,6 +43,8 @@ ONE = np.uint64(1)
 DUST = 2.0**-50
 # A flow that comes this close to its upper bound, as a share of it, meets it: room for the dust of 2^15 nodes.
 MET = 2.0**-35
+# A flow below this share of its bound is solved again with amounts of its own size, or rounding would show in it.
+FAR_BELOW = 2.0**-10
 # How far above an even spread the nodes of a level may be filled, attempt by attempt; the last has no limit but the
 # bounds. Measured on MiniLM, n = 512, L = 12: with (inf,) alone half of the flow arrives, with these all of it.
 EVENNESS = (1.05, 1.2, 1.5, 4.0, np.inf)
@@ -65,6 +71,7 @@ class Work(NamedTuple):
     take: Array
     open: Bits
     distance: Ints
+    unseen: Bits
     slot: Ints
     ring: Bits
     path: Ints
@@ -84,6 +91,7 @@ def new_work(layers: int, nodes: int) -> Work:
         take=np.zeros((2, nodes)),
         open=np.zeros(words, np.uint64),
         distance=np.zeros((layers + 1, nodes), np.int32),
+        unseen=np.zeros((layers + 1, words), np.uint64),
         slot=np.zeros((total + 2, layers + 1), np.int32),
         ring=np.zeros((total + layers + 2, words), np.uint64),
         path=np.zeros((total + 2, 3), np.int64),
@@ -103,30 +111,51 @@ def _lowest_bit(typingctx: Any, word: Any) -> Any:
 lowest_bit: Any = intrinsic(_lowest_bit)
 
 
-@njit(cache=True, nogil=True)
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile at the first call, and keep the code on disk; where nothing can be written, compile in each process."""
+    try:
+        return njit(cache=True, nogil=True)(function)
+    except RuntimeError:
+        return njit(nogil=True)(function)
+
+
+@kernel
 def min_product(x: Array, y: Array, out: Array) -> None:
     """out[i, j] = sum over k of min(x[i, k], y[k, j]): a matrix product with min in place of times.
 
-    Four k at a time, and 32 while they are in the cache: 12 ms for 512 x 512 x 512, a plain loop takes 18.
+    Four k at a time, and 32 while they are in the cache: 12 ms for 512 x 512 x 512, a plain loop takes 18. Columns
+    before the first and after the last that these 32 reach are left out: a third of the work is left where all
+    layers are causal.
     """
     rows, inner = x.shape
+    columns = y.shape[1]
     out[:] = 0.0
     for start in range(0, inner, 32):
         stop = min(start + 32, inner)
         fours = start + (stop - start) // 4 * 4
+        begin, end = columns, 0
+        for k in range(start, stop):
+            j = 0
+            while j < begin and y[k, j] == 0.0:
+                j += 1
+            begin = min(begin, j)
+            j = columns
+            while j > end and y[k, j - 1] == 0.0:
+                j -= 1
+            end = max(end, j)
         for i in range(rows):
             for k in range(start, fours, 4):
                 a, b, c, d = x[i, k], x[i, k + 1], x[i, k + 2], x[i, k + 3]
                 if a + b + c + d > 0.0:
-                    for j in range(out.shape[1]):
+                    for j in range(begin, end):
                         first = min(a, y[k, j]) + min(b, y[k + 1, j])
                         out[i, j] += first + (min(c, y[k + 2, j]) + min(d, y[k + 3, j]))
             for k in range(fours, stop):
-                for j in range(out.shape[1]):
+                for j in range(begin, end):
                     out[i, j] += min(x[i, k], y[k, j])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def usable_edges(capacity: Array, down: Bits) -> None:
     """Set the bits of the edges that carry anything."""
     layers, nodes, _ = capacity.shape
@@ -138,7 +167,7 @@ def usable_edges(capacity: Array, down: Bits) -> None:
                     down[m, i, j >> 6] |= ONE << np.uint64(j & 63)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def transfer(
     m: int,
     give: Array,
@@ -193,7 +222,7 @@ def transfer(
         give[i] = left
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fill_level(m: int, pulling: bool, target: Array, amount: float, graph: Graph, work: Work, dust: float) -> None:
     """Move flow across layer m so that the level it comes to holds it in proportion to `target`, or nearly.
 
@@ -228,7 +257,7 @@ def fill_level(m: int, pulling: bool, target: Array, amount: float, graph: Graph
             break
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fill_evenly(query: int, token: int, bound: float, graph: Graph, work: Work, dust: float) -> None:
     """A first flow in bulk: the query pushes from above, the token pulls from below, and they meet half way.
 
@@ -247,7 +276,7 @@ def fill_evenly(query: int, token: int, bound: float, graph: Graph, work: Work, 
     transfer(pulls, give, take, graph.capacity, graph.straight, work.flow, work.down, work.up, work.open, dust)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def half_ways(which: Ints, pulling: bool, middle: int, graph: Graph, work: Work, out: Array) -> None:
     """What queries can have pushed to level `middle` + 1, or tokens pulled from level `middle`: out (which, node).
 
@@ -270,7 +299,7 @@ def half_ways(which: Ints, pulling: bool, middle: int, graph: Graph, work: Work,
         out[k, :] = work.need[middle] if pulling else work.excess[middle + 1]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def meets(bound: float, m: int, pushed: Array, pulled: Array, graph: Graph, work: Work) -> bool:
     """Whether layer m can carry `bound` from what a query pushed to what a token pulls, first come, first served.
 
@@ -316,18 +345,30 @@ def meets(bound: float, m: int, pushed: Array, pulled: Array, graph: Graph, work
     return missing <= 0.0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def distances(work: Work, dust: float) -> None:
     """How many edges with room lie between each node and the nearest need: breadth first, from the needs up.
 
-    distance (level, node), -1 out of reach. ring[slot[d, level]] holds the nodes of a level at distance d as bits
-    (slot -1: none), so that `send` finds the next edge of a shortest way with one `and` per 64 edges.
+    It ends where every excess is found, and goes on to the end where one is out of reach, or there is none: then the
+    distances are the sides of a cut.
+
+    distance (level, node), -1 out of reach; unseen (level, word): the nodes that have none yet. ring[slot[d, level]]
+    holds the nodes of a level at distance d as bits (slot -1: none), so that `send` finds the next edge of a shortest
+    way with one `and` per 64 edges.
     """
     ring, slot, distance, need, down, up = work.ring, work.slot, work.distance, work.need, work.down, work.up
     (levels, nodes), words = need.shape, ring.shape[1]
     distance[:] = -1
+    waiting, excess, unseen = 0, work.excess, work.unseen
+    unseen[:] = 0
+    for level in range(levels):
+        for i in range(nodes):
+            waiting += excess[level, i] > dust
+            unseen[level, i >> 6] |= ONE << np.uint64(i & 63)
+    if waiting == 0:
+        waiting = -1
     used, d, found = 0, 0, True
-    while found:
+    while found and waiting != 0:
         found = False
         for level in range(levels):
             slot[d, level] = -1
@@ -336,27 +377,32 @@ def distances(work: Work, dust: float) -> None:
             if d > 0 and below < 0 and above < 0:
                 continue
             ring[used] = 0
-            for i in range(nodes):
-                if distance[level, i] >= 0:
-                    continue
-                common = np.uint64(d == 0 and need[level, i] > dust)
-                if below >= 0:
-                    for word in range(words):
-                        common |= down[level - 1, i, word] & ring[below, word]
-                if above >= 0:
-                    for word in range(words):
-                        common |= up[level, i, word] & ring[above, word]
-                if common != 0:
-                    distance[level, i] = d
-                    ring[used, i >> 6] |= ONE << np.uint64(i & 63)
-                    slot[d, level] = used
+            for place in range(words):
+                left = unseen[level, place]
+                while left != 0:
+                    i = (place << 6) + lowest_bit(left)
+                    lowest = left & (~left + ONE)
+                    left ^= lowest
+                    common = np.uint64(d == 0 and need[level, i] > dust)
+                    if below >= 0:
+                        for word in range(words):
+                            common |= down[level - 1, i, word] & ring[below, word]
+                    if above >= 0 and common == 0:
+                        for word in range(words):
+                            common |= up[level, i, word] & ring[above, word]
+                    if common != 0:
+                        distance[level, i] = d
+                        waiting -= excess[level, i] > dust
+                        ring[used, place] |= lowest
+                        unseen[level, place] ^= lowest
+                        slot[d, level] = used
             if slot[d, level] >= 0:
                 used += 1
                 found = True
         d += 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def send(
     level: int,
     i: int,
@@ -445,7 +491,7 @@ def send(
                 up[level, i, j >> 6] &= ~j_bit
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def send_all(capacity: Array, work: Work, dust: float) -> float:
     """One phase: a blocking flow from every excess over shortest ways to needs.
 
@@ -474,7 +520,7 @@ def send_all(capacity: Array, work: Work, dust: float) -> float:
     return total if reachable else -1.0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def start_pair(usable: Bits, work: Work) -> None:
     """Forget the flow of the pair before: only the edges in `up` carry any."""
     flow, up = work.flow, work.up
@@ -492,7 +538,7 @@ def start_pair(usable: Bits, work: Work) -> None:
     work.need[:] = 0.0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def upper_bound(query: int, token: int, graph: Graph, totals: Array) -> float:
     """What can come to a node and go on from it, added over each level: the least level bounds the flow.
 
@@ -512,17 +558,25 @@ def upper_bound(query: int, token: int, graph: Graph, totals: Array) -> float:
     return totals.min()
 
 
-@njit(cache=True, nogil=True)
-def solve_pair(query: int, token: int, graph: Graph, work: Work, to_the_cut: bool) -> tuple[float, int]:
-    """The maximum flow of one pair and how it is known. `to_the_cut`: go on until no excess reaches a need."""
-    capacity, upper, lower = graph.capacity, graph.upper, graph.lower
-    layers, nodes = capacity.shape[0], upper.shape[2]
-    totals = np.empty(layers + 1)
-    bound = upper_bound(query, token, graph, totals)
-    if not to_the_cut and (layers == 0 or bound == 0.0):
-        return bound, BY_BOUND
+@kernel
+def finish(value: float, bound: float, effort: int, graph: Graph, work: Work, dust: float) -> tuple[float, int]:
+    """Send on what still can be sent, until the bound is met or, for a cut in any case, until no way is left."""
+    while effort == CUT or value < bound * (1.0 - MET):
+        arrived = send_all(graph.capacity, work, dust)
+        if arrived < 0.0:
+            return value, BY_CUT
+        value += arrived
+    return bound, BY_BOUND
+
+
+@kernel
+def solve_in_bulk(query: int, token: int, bound: float, totals: Array, effort: int, graph: Graph, work: Work) -> float:
+    """Find most of a pair's flow by filling evenly, and leave the rest as excess and need for `finish`.
+
+    totals (level,): from `upper_bound`.
+    """
+    upper, lower, layers, nodes = graph.upper, graph.lower, graph.capacity.shape[0], graph.upper.shape[2]
     start_pair(graph.usable, work)
-    dust = bound * DUST
     top, bottom = work.excess[layers], work.need[0]
     # Both ends are scaled to the bound first, and the rest is held back: what cannot arrive only gets in the way.
     sent = bound / totals[layers] if bound > 0.0 else 0.0
@@ -531,39 +585,139 @@ def solve_pair(query: int, token: int, graph: Graph, work: Work, to_the_cut: boo
         top[i] = min(upper[layers, query, i], lower[layers, token, i]) * sent
         bottom[i] = min(upper[0, query, i], lower[0, token, i]) * wanted
     if layers > 0 and bound > 0.0:
-        fill_evenly(query, token, bound, graph, work, dust)
+        fill_evenly(query, token, bound, graph, work, bound * DUST)
     value = bound - work.excess.sum()
     # Edges wider than the bound are in no minimum cut; at more than twice the bound, its digits would be lost in them.
     widest = 2.0 * bound if bound > 0.0 else np.inf
     for i in range(nodes):
-        supply, demand = (
-            min(upper[layers, query, i], lower[layers, token, i]),
-            min(upper[0, query, i], lower[0, token, i]),
-        )
-        top[i] += (min(upper[layers, query, i], widest) if to_the_cut else supply) - supply * sent
-        bottom[i] += (min(lower[0, token, i], widest) if to_the_cut else demand) - demand * wanted
-    while to_the_cut or value < bound * (1.0 - MET):
-        arrived = send_all(capacity, work, dust)
-        if arrived < 0.0:
-            return value, BY_CUT
-        value += arrived
-    return bound, BY_BOUND
+        supply = min(upper[layers, query, i], lower[layers, token, i])
+        demand = min(upper[0, query, i], lower[0, token, i])
+        top[i] += (min(upper[layers, query, i], widest) if effort == CUT else supply) - supply * sent
+        bottom[i] += (min(lower[0, token, i], widest) if effort == CUT else demand) - demand * wanted
+    return value
 
 
-@njit(cache=True, nogil=True)
+@kernel
+def solve_small(query: int, token: int, value: float, bound: float, graph: Graph, work: Work) -> float:
+    """A maximum flow far below its bound, to all its digits: no amount is much larger than the flow itself.
+
+    value: what it is but for rounding at the scale of the bound. Edges wider than the flow are in no minimum cut, so
+    what the ends send and take can be limited to a little more.
+    """
+    layers, limit = graph.capacity.shape[0], 2.0 * bound
+    while value < limit * FAR_BELOW and limit > 1e-290:
+        limit = 2.0 * max(value, limit * 2.0**-40)
+        start_pair(graph.usable, work)
+        for i in range(graph.upper.shape[2]):
+            work.excess[layers, i] = min(graph.upper[layers, query, i], limit)
+            work.need[0, i] = min(graph.lower[0, token, i], limit)
+        value, _ = finish(0.0, limit, CUT, graph, work, limit * DUST)
+    return value
+
+
+@kernel
+def solve_pair(
+    query: int, token: int, bound: float, totals: Array, effort: int, graph: Graph, work: Work
+) -> tuple[float, int]:
+    """The maximum flow of one pair and how it is known; for FILL, the value of a flow that may not be maximum.
+
+    bound, totals (level,): from `upper_bound`.
+    """
+    if effort != CUT and (graph.capacity.shape[0] == 0 or bound == 0.0):
+        return bound, BY_BOUND
+    value = solve_in_bulk(query, token, bound, totals, effort, graph, work)
+    if effort == FILL:
+        if value < bound * (1.0 - MET):
+            value += max(0.0, send_all(graph.capacity, work, bound * DUST))
+        return max(0.0, min(value, bound)), BY_BOUND
+    value, known = finish(value, bound, effort, graph, work, bound * DUST)
+    if known == BY_CUT and value < bound * FAR_BELOW:
+        value = solve_small(query, token, value, bound, graph, work)
+    return value, known
+
+
+@kernel
 def solve_pairs(
-    first: int, middle: int, pushed: Array, pulled: Array, graph: Graph, work: Work, values: Array, known: Known
+    first: int,
+    effort: int,
+    middle: int,
+    pushed: Array,
+    pulled: Array,
+    graph: Graph,
+    work: Work,
+    values: Array,
+    bounds: Array,
+    known: Known,
 ) -> None:
-    """The pairs `first`, `first` + 1, ... in reading order of (query, token), into values and known (pair,).
+    """The pairs `first`, `first` + 1, ... in reading order of (query, token), into values, bounds and known (pair,).
 
     pushed (query, node), pulled (token, node) from `half_ways` to try first; middle -1: there are none.
     """
     totals = np.empty(graph.upper.shape[0])
     for k in range(values.shape[0]):
         query, token = divmod(first + k, graph.lower.shape[1])
-        if middle >= 0:
-            bound = upper_bound(query, token, graph, totals)
-            if meets(bound, middle, pushed[query], pulled[token], graph, work):
-                values[k], known[k] = bound, BY_BOUND
-                continue
-        values[k], known[k] = solve_pair(query, token, graph, work, False)
+        bounds[k] = values[k] = upper_bound(query, token, graph, totals)
+        known[k] = BY_BOUND
+        met = middle >= 0 and meets(bounds[k], middle, pushed[query], pulled[token], graph, work)
+        if effort != BOUND and not met:
+            values[k], known[k] = solve_pair(query, token, bounds[k], totals, effort, graph, work)
+
+
+@kernel
+def solve_around(
+    maximum: float, routes: Ints, amounts: Array, supply: Array, demand: Array, graph: Graph, work: Work
+) -> None:
+    """A flow of known value that starts from given routes (route, node on each level from the top down).
+
+    It may take some of them back. supply (node,) and demand (node,) limit what enters and leaves; work.flow, and the
+    excess and need that are left at the ends, then say how it runs.
+    """
+    capacity, layers = graph.capacity, graph.capacity.shape[0]
+    dust, value = maximum * DUST, 0.0
+    start_pair(graph.usable, work)
+    work.excess[layers, :] = supply
+    work.need[0, :] = demand
+    for k in range(routes.shape[0]):
+        for m in range(layers):
+            i, j = routes[k, layers - 1 - m], routes[k, layers - m]
+            work.flow[m, i, j] += amounts[k]
+            work.up[m, j, i >> 6] |= ONE << np.uint64(i & 63)
+            if capacity[m, i, j] - work.flow[m, i, j] <= dust:
+                work.down[m, i, j >> 6] &= ~(ONE << np.uint64(j & 63))
+        work.excess[layers, routes[k, 0]] = max(0.0, work.excess[layers, routes[k, 0]] - amounts[k])
+        work.need[0, routes[k, layers]] = max(0.0, work.need[0, routes[k, layers]] - amounts[k])
+        value += amounts[k]
+    finish(value, maximum, EXACT, graph, work, dust)
+
+
+@kernel
+def widest_routes(
+    above: Ints, under: Ints, room: Array, starts: Ints, least: float, share: float, routes: Ints, amounts: Array
+) -> int:
+    """Take the widest route again and again, until it is no wider than `least` or `share` of the first: how many.
+
+    Edges (edge,) lead from node `above` to node `under` and come from the top level down; `room` is what is left of
+    them. starts (level,): the first node of each level, the last entry that of the lowest. The widest route is the
+    one whose narrowest edge is the widest. Written: routes (route, level) and amounts (route,).
+    """
+    levels = routes.shape[1]
+    ends = starts[levels - 1], starts[levels]
+    width, via = np.empty(ends[1]), np.empty(ends[1], np.int64)
+    for k in range(routes.shape[0]):
+        width[:] = 0.0
+        width[: starts[1]] = np.inf
+        for edge in range(room.shape[0]):
+            wide = min(width[above[edge]], room[edge])
+            if wide > width[under[edge]]:
+                width[under[edge]], via[under[edge]] = wide, edge
+        node = ends[0] + np.argmax(width[ends[0] :])
+        amount = width[node]
+        if amount <= least or (k > 0 and amount < share * amounts[0]):
+            return k
+        amounts[k] = amount
+        for level in range(levels - 1, 0, -1):
+            routes[k, level] = node
+            room[via[node]] -= amount
+            node = above[via[node]]
+        routes[k, 0] = node
+    return routes.shape[0]

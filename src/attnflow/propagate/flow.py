@@ -1,38 +1,24 @@
 """Attention flow: how much could reach each input token, as a maximum flow (Abnar & Zuidema 2020, section 3).
 
-What flow means, the checks of its input and the threads are here; the algorithm is in `_maxflow`, arrays in, arrays
-out, and docs/flow.md explains it.
+What flow means is here; which edges it is squeezed through and which routes it takes, in `cuts`. The algorithm is in
+`_maxflow`, arrays in, arrays out, and docs/flow.md explains it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from attnflow.propagate._maxflow import Graph
-
-Array: TypeAlias = NDArray[np.float64]
-Progress: TypeAlias = Callable[[int, int], object]
-Result = TypeVar("Result")
+from attnflow.propagate import _engine
+from attnflow.propagate._engine import BOUND, EXACT, FILL, Progress
+from attnflow.propagate.layers import Array, chain, fit, matrix, positions
 
 # A value and its certificate agree to this share of the value; measured over the tests, they agree to 1e-11.
 TOLERANCE = 1e-9
-
-# The least and the most that a thread solves before it looks up, in nodes of the pairs' graphs: about 1 ms, to be worth
-# a thread, and 30 ms, so that Ctrl-C is heard and progress seen.
-_NODES_PER_TASK = 10_000, 400_000
-_ROWS_PER_TASK = 32
-# Below this many edges x pairs / nodes all is done within milliseconds, and a sample is not worth its time.
-_WORTH_A_SAMPLE = 200_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +38,11 @@ class FlowResult:
     saturated: NDArray[np.bool_]
     tolerance: float = TOLERANCE
 
-    def checks(self) -> dict[str, float]:
-        """The facts that belong into a recipe: shares of pairs between 0 and 1, and the tolerance."""
+    def checks(self) -> dict[str, Any]:
+        """The facts that belong into a recipe: shares of pairs between 0 and 1, and the tolerance.
+
+        saturated_by_query: the share of saturated tokens for each query, in the order of the rows.
+        """
 
         def share(pairs: NDArray[np.bool_]) -> float:
             return float(pairs.mean()) if pairs.size else 0.0
@@ -63,16 +52,15 @@ class FlowResult:
             "known_by_cut": share(self.certificates == 2),
             "tolerance": self.tolerance,
             "saturated": share(self.saturated),
+            "saturated_by_query": [share(row) for row in self.saturated],
         }
 
 
-class CutEdge(NamedTuple):
-    """An edge of a cut: what `key` of a layer hands to `query` of the same layer, counted from 0 at the input."""
+class Bounds(NamedTuple):
+    """What each flow lies between, both float64 (query, token): lower is the value of a flow that was found."""
 
-    layer: int
-    query: int
-    key: int
-    capacity: float
+    lower: Array
+    upper: Array
 
 
 def flow(
@@ -91,243 +79,74 @@ def flow(
     sinks: the positions of the input tokens wanted, all if absent; the columns of the answer follow them.
     progress: called now and then with (pairs done, pairs in all).
 
+    Several queries as one source, or several tokens as one sink, are their rows, or columns, added up: edges from a
+    common end to the same node are one edge.
+
     Raises ValueError for capacities that are NaN, infinite, negative or so large that their sums overflow, for
-    arrays that are not matrices, layers that do not chain and sinks out of range.
+    arrays that are not matrices, layers that do not chain and sinks out of range; MemoryError, before any work, for
+    more than fits into memory.
 
     >>> flow([[0.6, 0.4]], [[[0.7, 0.3], [0.2, 0.8]]]).values
     array([[0.8, 0.7]])
     """
-    layers = _chain(top, below)
-    tokens = _positions(sinks, layers[0].shape[1])
-    first, last = layers[0][:, tokens], layers[-1]
-    if len(layers) == 1:
-        shape = first.shape
-        return FlowResult(first, np.ones(shape, np.uint8), np.zeros(shape, np.bool_))
-    values, certificates = _solve(last, layers[1:-1], first, progress)
-    ends = np.minimum(last.sum(axis=1)[:, None], first.sum(axis=0)[None, :])
-    return FlowResult(values, certificates, values >= ends * (1 - TOLERANCE))
+    return flow_of_layers([top], below, sinks=sinks, progress=progress)[0]
 
 
-def min_cut(top: Any, below: Sequence[Any], query: int, token: int) -> list[CutEdge]:
-    """The edges of a minimum cut between a query and an input token: where the information is squeezed.
+def flow_of_layers(
+    tops: Sequence[Any], below: Sequence[Any], *, sinks: Sequence[int] | None = None, progress: Progress | None = None
+) -> list[FlowResult]:
+    """The flow of several layers in turn, the topmost last: what they have in common is computed once.
 
-    Together they carry exactly the flow of the pair, and without them nothing reaches the token. Of all minimum cuts
-    it is the one nearest the token; edges of capacity 0 are left out. The edges come from the top layer down.
-
-    Arguments and errors as for `flow`; query is a row of top, token a column of the layer nearest the input.
+    tops: the rows (query, key) of consecutive explained layers; the last lies over all of `below`, the one before
+    over all but the last of it, and so on, at least one over none. The rest is as for `flow`.
     """
-    layers = _chain(top, below)
-    (row,), (column,) = _positions([query], len(layers[-1]), "query"), _positions([token], layers[0].shape[1])
-    if len(layers) == 1:
-        sides = [np.array([True]), np.array([False])]
-        edges = [layers[0][[row]][:, [column]]]
-    else:
-        edges = [layers[0][:, [column]], *layers[1:-1], layers[-1][[row]]]
-        sides = _sides(edges)
-    cut = []
-    for number in reversed(range(len(edges))):
-        crossing = ~sides[number + 1][:, None] & sides[number][None, :] & (edges[number] > 0)
-        for i, j in np.argwhere(crossing).tolist():
-            source = row if number == len(edges) - 1 else i
-            target = column if number == 0 else j
-            cut.append(CutEdge(number, int(source), int(target), float(edges[number][i, j])))
-    return cut
+    rows, layers = _layers(tops, below, sinks)
+    results = list[FlowResult]()
+    if len(rows) > len(layers):
+        (direct, *rows), shape = rows, rows[0].shape
+        results.append(FlowResult(direct, np.ones(shape, np.uint8), np.zeros(shape, np.bool_)))
+    if rows:
+        for top, solved in zip(rows, _engine.solve(rows, layers, EXACT, progress), strict=True):
+            ends = np.minimum(top.sum(axis=1)[:, None], layers[0].sum(axis=0)[None, :])
+            results.append(FlowResult(solved.values, solved.known, solved.values >= ends * (1 - TOLERANCE)))
+    return results
 
 
-def _chain(top: Any, below: Sequence[Any]) -> list[Array]:
-    """All layers as float64 matrices, the one nearest the input first, checked to fit together."""
-    layers = [_matrix(array, number, len(below)) for number, array in enumerate([*below, top])]
-    for number in range(1, len(layers)):
-        above, under = layers[number].shape[1], layers[number - 1].shape[0]
-        if above != under:
-            raise ValueError(
-                f"layer {number} of shape {layers[number].shape} attends to {above} keys, but layer {number - 1} of "
-                f"shape {layers[number - 1].shape} below it has {under} queries; give the layers in order, the one "
-                "nearest the input first"
-            )
-    return layers
+def flow_bounds(
+    top: Any,
+    below: Sequence[Any],
+    *,
+    sinks: Sequence[int] | None = None,
+    progress: Progress | None = None,
+    found: bool = True,
+) -> Bounds:
+    """What each flow lies between, for far more tokens than `flow` can take: nothing is searched.
 
+    The upper bound is that of docs/flow.md, met by nearly all pairs of deep real attention; the lower one is a flow
+    filled in bulk. found: whether to look for such flows; without, lower is 0, and all that is done is O(n) a pair.
+    The rest is as for `flow`.
 
-def _matrix(array: Any, number: int, top: int) -> Array:
-    """A layer as a float64 matrix of capacities, checked."""
-    if hasattr(array, "detach"):
-        array = array.detach().cpu().double().numpy()
-    matrix: Array = np.asarray(array, dtype=np.float64)
-    name = f"layer {number}" + (", the explained one," if number == top else "")
-    if matrix.ndim != 2 or 0 in matrix.shape:
-        raise ValueError(
-            f"{name} has shape {matrix.shape}; expected a matrix (query, key) with at least one of each: fuse the "
-            "heads and choose one example first"
-        )
-    # The sum of a whole layer must stay finite, for bounds are such sums.
-    wrong = ~((matrix >= 0) & (matrix <= np.finfo(np.float64).max / (4 * matrix.size)))
-    if wrong.any():
-        query, key = (int(index) for index in np.argwhere(wrong)[0])
-        raise ValueError(
-            f"capacities must be finite numbers that are not negative, nor so large that their sums overflow; "
-            f"{name} query {query}, key {key} is {matrix[query, key]}"
-        )
-    return matrix
-
-
-def _positions(wanted: Sequence[int] | None, count: int, what: str = "input token") -> NDArray[np.intp]:
-    """Positions, counted from the end where negative; all if none are named."""
-    if wanted is None:
-        return np.arange(count)
-    positions = np.asarray(wanted, dtype=np.intp).reshape(-1)
-    wrong = positions[(positions < -count) | (positions >= count)]
-    if wrong.size:
-        raise ValueError(f"{what} {wrong[0]} is out of range: there are {count}, 0 to {count - 1}")
-    return positions % count
-
-
-def _solve(
-    top: Array, between: list[Array], bottom: Array, progress: Progress | None
-) -> tuple[Array, NDArray[np.uint8]]:
-    """Values and certificates (query, token); top (query, node), bottom (node, token), `between` what joins them."""
-    import numba
-
-    from attnflow.propagate import _maxflow as kernels
-
-    threads = numba.get_num_threads()
-    pairs = top.shape[0] * bottom.shape[1]
-    values, known = np.empty(pairs), np.empty(pairs, np.uint8)
-    with _threads(threads) as pool:
-        graph = _graph(top, between, bottom, pool)
-        layers, nodes, _ = graph.capacity.shape
-        spare: SimpleQueue[Any] = SimpleQueue()
-        for _ in range(threads):
-            spare.put(kernels.new_work(layers, nodes))
-        middle, pushed, pulled = _half_ways(graph, spare, pool)
-        least, most = (limit // (nodes * (layers + 1)) + 1 for limit in _NODES_PER_TASK)
-        size = max(least, min(most, -(-pairs // (4 * threads))))
-
-        def solve(first: int) -> int:
-            work, done = spare.get(), slice(first, first + size)
-            kernels.solve_pairs(first, middle, pushed, pulled, graph, work, values[done], known[done])
-            spare.put(work)
-            return len(values[done])
-
-        finished = 0
-        for done in _each(solve, range(0, pairs, size), pool):
-            finished += done
-            if progress is not None:
-                progress(finished, pairs)
-    shape = top.shape[0], bottom.shape[1]
-    return values.reshape(shape), known.reshape(shape)
-
-
-def _sides(edges: list[Array]) -> list[NDArray[np.bool_]]:
-    """Which nodes lie on the token's side of the minimum cut: one array for the token, every level and the query."""
-    from attnflow.propagate import _maxflow as kernels
-
-    bottom, *between, top = edges
-    with _threads(1) as pool:
-        graph = _graph(top, between, bottom, pool)
-    layers, nodes, _ = graph.capacity.shape
-    work = kernels.new_work(layers, nodes)
-    kernels.solve_pair(0, 0, graph, work, True)
-    levels = [work.distance[level, : len(edges[level])] >= 0 for level in range(layers + 1)]
-    return [np.array([True]), *levels, np.array([False])]
-
-
-def _graph(top: Array, between: list[Array], bottom: Array, pool: ThreadPoolExecutor) -> Graph:
-    """All that is common to the pairs, in the layout of the kernels.
-
-    upper (level, query, node), from the top down: U_m[s, j] = sum_i min(U_(m+1)[s, i], A[i, j]).
-    lower (level, token, node), from the bottom up: D_(m+1)[t, i] = sum_j min(D_m[t, j], A[i, j]).
+    >>> flow_bounds([[0.6, 0.4]], [[[0.7, 0.3], [0.2, 0.8]]])
+    Bounds(lower=array([[0.8, 0.7]]), upper=array([[0.8, 0.7]]))
     """
-    from attnflow.propagate import _maxflow as kernels
-
-    layers = len(between)
-    nodes = max(top.shape[1], bottom.shape[0], *(width for layer in between for width in layer.shape))
-    capacity = np.zeros((layers, nodes, nodes))
-    for number, layer in enumerate(between):
-        capacity[number, : layer.shape[0], : layer.shape[1]] = layer
-    usable = np.zeros((layers, nodes, (nodes + 63) // 64), np.uint64)
-    kernels.usable_edges(capacity, usable)
-    straight = np.ascontiguousarray(capacity.diagonal(axis1=1, axis2=2))
-    upper = np.zeros((layers + 1, top.shape[0], nodes))
-    upper[layers, :, : top.shape[1]] = top
-    for m in reversed(range(layers)):
-        _min_product(upper[m + 1], capacity[m], upper[m], pool)
-    lower = np.zeros((layers + 1, bottom.shape[1], nodes))
-    lower[0, :, : bottom.shape[0]] = bottom.T
-    for m in range(layers):
-        _min_product(lower[m], np.ascontiguousarray(capacity[m].T), lower[m + 1], pool)
-    return kernels.Graph(capacity, straight, usable, upper, lower)
+    (rows,), layers = _layers([top], below, sinks)
+    if not layers:
+        return Bounds(rows, rows.copy())
+    solved = _engine.solve([rows], layers, FILL if found else BOUND, progress)[0]
+    return Bounds(solved.values if found else np.zeros_like(solved.bounds), solved.bounds)
 
 
-def _half_ways(graph: Graph, spare: SimpleQueue[Any], pool: ThreadPoolExecutor) -> tuple[int, Array, Array]:
-    """The layer at which flows from all queries and from all tokens meet best, and these flows (query or token, node).
-
-    In deep stacks one flow per query and one per token prove nearly every pair: they are worth it if enough pairs of a
-    sample meet. The layer is -1 if not. Values do not depend on it, for what meets is the bound that is met anyway.
-    """
-    from attnflow.propagate import _maxflow as kernels
-
-    (levels, queries, nodes), tokens = graph.upper.shape, graph.lower.shape[1]
-    layers, none = levels - 1, np.empty((0, nodes))
-    if layers < 3 or queries * tokens * nodes * layers < _WORTH_A_SAMPLE:
-        return -1, none, none
-
-    def ways(which: NDArray[np.intp], pulling: bool, middle: int) -> Array:
-        result = np.empty((len(which), nodes))
-
-        def solve(first: int) -> None:
-            work, part = spare.get(), slice(first, first + 16)
-            kernels.half_ways(which[part], pulling, middle, graph, work, result[part])
-            spare.put(work)
-
-        deque(_each(solve, range(0, len(which), 16), pool), maxlen=0)
-        return result
-
-    some = np.unique(np.linspace(0, queries - 1, 3).astype(np.intp))
-    others = np.unique(np.linspace(0, tokens - 1, 5).astype(np.intp))
-    totals, shares = np.empty(levels), dict[int, float]()
-    bounds = [[kernels.upper_bound(query, token, graph, totals) for token in others] for query in some]
-    work = spare.get()
-    spare.put(work)  # `meets` below runs while no task does
-    for middle in range(max(0, layers // 2 - 2), min(layers, layers // 2 + 2)):
-        pushed, pulled = ways(some, False, middle), ways(others, True, middle)
-        met = [
-            kernels.meets(bounds[q][t], middle, pushed[q], pulled[t], graph, work)
-            for q, t in np.ndindex(len(some), len(others))
-        ]
-        shares[middle] = sum(met) / len(met)
-    best = max(shares, key=lambda middle: shares[middle])
-    # A half way costs 0.6 of a pair, an attempt to meet 0.06 (n = 512, L = 12).
-    if shares[best] < 0.6 * (1 / queries + 1 / tokens) + 0.06:
-        return -1, none, none
-    return best, ways(np.arange(queries), False, best), ways(np.arange(tokens), True, best)
-
-
-def _min_product(x: Array, y: Array, out: Array, pool: ThreadPoolExecutor) -> None:
-    """The product of two matrices with min in place of times, a few rows a task."""
-    from attnflow.propagate import _maxflow as kernels
-
-    def solve(first: int) -> None:
-        rows = slice(first, first + _ROWS_PER_TASK)
-        kernels.min_product(x[rows], y, out[rows])
-
-    deque(_each(solve, range(0, x.shape[0], _ROWS_PER_TASK), pool), maxlen=0)
-
-
-def _each(call: Callable[[int], Result], tasks: Sequence[int], pool: ThreadPoolExecutor) -> Iterator[Result]:
-    """The results of all tasks as they come. A single one is done in place: it takes less time than a thread."""
-    if len(tasks) == 1:
-        yield call(tasks[0])
-        return
-    for future in as_completed([pool.submit(call, task) for task in tasks]):
-        yield future.result()
-
-
-@contextmanager
-def _threads(count: int) -> Generator[ThreadPoolExecutor]:
-    """A pool of threads; an error or Ctrl-C drops the tasks that wait, so that only the running ones are awaited."""
-    with ThreadPoolExecutor(count) as pool:
-        try:
-            yield pool
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+def _layers(tops: Sequence[Any], below: Sequence[Any], sinks: Sequence[int] | None) -> tuple[list[Array], list[Array]]:
+    """The explained rows and the layers below them, checked; of the tokens, those wanted alone are left."""
+    *layers, highest = chain(tops[-1], below)
+    first = len(layers) - len(tops) + 1
+    rows = [matrix(top, number, number) for number, top in enumerate(tops[:-1], first)] + [highest]
+    for number, top in enumerate(rows[:-1], first):
+        if number > 0:
+            fit(layers[number - 1], top, number)
+    tokens = positions(sinks, (layers or rows)[0].shape[1])
+    if first == 0:
+        rows[0] = rows[0][:, tokens]
+    if layers:
+        layers[0] = layers[0][:, tokens]
+    return rows, layers

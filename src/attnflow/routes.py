@@ -1,0 +1,256 @@
+"""Where information is squeezed and which way it goes: minimum cuts, routes and flow between groups of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attnflow.graph import AttentionGraph, LayerChoice, attention_graph
+from attnflow.methods import capacities, relevance_of
+from attnflow.mixing import HeadFusion
+from attnflow.propagate import cuts
+from attnflow.propagate.flow import FlowResult, flow_of_layers
+from attnflow.relevance import Relevance
+from attnflow.trace import Query, Trace, query_positions
+
+
+class CutEdge(NamedTuple):
+    """An edge of a minimum cut: `capacity` is what `key`, a position under the layer, can hand to `query` over it."""
+
+    layer: int
+    query: int
+    key: int
+    capacity: float
+    query_token: str
+    key_token: str
+
+    def __str__(self) -> str:
+        return f"{self.capacity:.4f}  layer {self.layer}: {self.query_token} <- {self.key_token}"
+
+
+class Step(NamedTuple):
+    """A node of a path: a position in the output of a layer; layer -1 is the input of the model."""
+
+    layer: int
+    position: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.token} @ {'input' if self.layer < 0 else self.layer}"
+
+
+class Path(NamedTuple):
+    """One route of a flow: what runs along it, as an amount and as a share of the flow, and its steps down."""
+
+    amount: float
+    share: float
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        return f"{self.amount:.4f}  " + " -> ".join(str(step) for step in self.steps)
+
+
+def min_cut(
+    attention: Trace | Any,
+    query: Query,
+    token: Query,
+    *,
+    layer: int = -1,
+    start_layer: int = 0,
+    head: int | None = None,
+    head_fusion: HeadFusion = "mean",
+    residual: float | None = None,
+) -> list[CutEdge]:
+    """The edges of a minimum cut between a query and an input token: where the information is squeezed.
+
+    Their capacities add up to the flow (max-flow min-cut theorem), and without them nothing gets from one to the
+    other. Of all minimum cuts it is the one nearest the token. The edges come from the top layer down.
+
+    query, token: a position, or a label that occurs once; several are one source, or one sink. The settings and errors
+    are those of `attnflow.flow`.
+
+    >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
+    >>> for edge in min_cut([lower, upper], query=0, token=0):
+    ...     print(edge)
+    0.6000  layer 1: 0 <- 0
+    0.2000  layer 0: 1 <- 0
+    """
+    graph = attention_graph(
+        attention,
+        query=query,
+        layer=layer,
+        start_layer=start_layer,
+        head=head,
+        head_fusion=head_fusion,
+        residual=residual,
+    )
+    (top,), below = capacities(graph)
+    edges = cuts.min_cut(top, below, range(len(graph.queries)), _tokens(token, graph))
+    lowest = graph.explained[0] - len(below)
+    result = list[CutEdge]()
+    for number, row, key, capacity in edges:
+        position = graph.queries[row] if number == len(below) else row
+        label = graph.query_tokens[row] if number == len(below) else _label(graph, lowest + number, row)
+        result.append(CutEdge(lowest + number, position, key, capacity, label, _label(graph, lowest + number - 1, key)))
+    return result
+
+
+def paths(
+    attention: Trace | Any,
+    query: Query,
+    token: Query,
+    *,
+    top: int | None = 5,
+    layer: int = -1,
+    start_layer: int = 0,
+    head: int | None = None,
+    head_fusion: HeadFusion = "mean",
+    residual: float | None = None,
+) -> list[Path]:
+    """The strongest routes of a maximum flow from a query down to an input token, the strongest first.
+
+    A maximum flow is not unique, and neither is its decomposition: here it is built from the widest routes of the
+    graph (whose narrowest edge is the widest), completed to the maximum, and taken apart by the widest route that is
+    left. With top=None all are returned, and their amounts add up to the flow; there may be thousands.
+
+    query, token, settings and errors are those of `min_cut`.
+
+    >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
+    >>> for path in paths([lower, upper], query=0, token=0):
+    ...     print(path)
+    0.6000  0 @ 1 -> 0 @ 0 -> 0 @ input
+    0.2000  0 @ 1 -> 1 @ 0 -> 0 @ input
+    """
+    graph = attention_graph(
+        attention,
+        query=query,
+        layer=layer,
+        start_layer=start_layer,
+        head=head,
+        head_fusion=head_fusion,
+        residual=residual,
+    )
+    (rows,), below = capacities(graph)
+    total, found = cuts.paths(rows, below, range(len(graph.queries)), _tokens(token, graph), count=top)
+    highest, result = graph.explained[0], list[Path]()
+    for amount, (first, *nodes) in found:
+        steps = [Step(highest, graph.queries[first], graph.query_tokens[first])]
+        steps += [Step(number, node, _label(graph, number, node)) for number, node in _down(highest - 1, nodes)]
+        result.append(Path(amount, amount / total, tuple(steps)))
+    return result
+
+
+def group_flow(
+    attention: Trace | Any,
+    groups: Mapping[str, Sequence[int]],
+    *,
+    layer: LayerChoice = "all",
+    start_layer: int = 0,
+    head: int | None = None,
+    head_fusion: HeadFusion = "mean",
+    residual: float | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Relevance:
+    """The maximum flow between groups of tokens: scores (layer, group, group), exact, in units of capacity.
+
+    Each value is one maximum flow from a source joined to all queries of the row's group to a sink joined to all inputs
+    of the column's group, by edges without limit. A group is a word of several pieces, a modality, an image region;
+    groups may overlap and need not cover everything. In the answer, groups stand where tokens do.
+
+    groups: names and positions, which count both as queries and as inputs. The settings and checks are those of
+    `attnflow.flow`. Flow between different groups as a share of all flow, layer by layer, is one reading of the
+    inter-modality flow of Xue et al. 2021.
+
+    Raises ValueError for no groups, an empty one, positions out of range or given twice, and wrong settings.
+
+    >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
+    >>> group_flow([lower, upper], {"all": [0, 1], "last": [1]}).scores.round(2).tolist()
+    [[[2.0, 1.1], [1.0, 0.8]], [[1.9, 1.1], [1.0, 0.8]]]
+    """
+    graph = attention_graph(
+        attention,
+        layer=layer,
+        start_layer=start_layer,
+        head=head,
+        head_fusion=head_fusion,
+        residual=residual,
+    )
+    members = _members(groups, len(graph.queries), len(graph.tokens))
+    # Edges from a common end to the same node are one edge: a group's queries are one row, its inputs one column.
+    tops, below = capacities(graph)
+    tops = [np.stack([_array(top)[positions].sum(axis=0) for positions in members.values()]) for top in tops]
+    if below:
+        below[0] = _columns(_array(below[0]), members)
+    if len(tops) > len(below):
+        tops[0] = _columns(tops[0], members)
+    results = flow_of_layers(tops, below, progress=progress)
+    relevance = relevance_of("group flow", _of_groups(graph, members), [result.values for result in results])
+    return relevance.with_checks(_checks(results, layer))
+
+
+def _checks(results: Sequence[FlowResult], layer: LayerChoice) -> dict[str, Any]:
+    checks = [result.checks() for result in results]
+    return {"layers": checks} if layer == "all" else checks[0]
+
+
+def _members(groups: Mapping[str, Sequence[int]], queries: int, inputs: int) -> dict[str, list[int]]:
+    """The positions of each group, counted from 0 and checked."""
+    if queries != inputs:
+        raise ValueError(
+            f"groups are positions both of queries and of inputs, but there are {queries} queries and {inputs} inputs"
+        )
+    if not groups:
+        raise ValueError("there are no groups; give at least one name with its positions, such as {'image': range(9)}")
+    members = dict[str, list[int]]()
+    for name, positions in groups.items():
+        wrong = [position for position in positions if not -inputs <= position < inputs]
+        if wrong:
+            raise ValueError(f"group {name!r}: position {wrong[0]} is out of range: there are {inputs} tokens")
+        members[name] = [int(position) % inputs for position in positions]
+        if not members[name] or len(set(members[name])) < len(members[name]):
+            raise ValueError(f"group {name!r} must hold at least one position, and none twice; it is {members[name]}")
+    return members
+
+
+def _of_groups(graph: AttentionGraph, members: Mapping[str, list[int]]) -> AttentionGraph:
+    """The same graph with groups in the place of queries and tokens."""
+    names = tuple(members)
+    settings = {name: value for name, value in graph.settings.items() if name != "query"} | {"groups": dict(members)}
+    return replace(
+        graph,
+        queries=tuple(range(len(names))),
+        query_tokens=names,
+        tokens=names,
+        roles=("text",) * len(names),
+        settings=settings,
+    )
+
+
+def _array(edges: Any) -> Any:
+    return edges.detach().cpu().double().numpy() if hasattr(edges, "detach") else edges
+
+
+def _columns(edges: Any, members: Mapping[str, list[int]]) -> Any:
+    """The edges (query, group) to all inputs of a group together."""
+    return np.stack([edges[:, positions].sum(axis=1) for positions in members.values()], axis=1)
+
+
+def _tokens(token: Query, graph: AttentionGraph) -> list[int]:
+    try:
+        return list(query_positions(token, graph.tokens))
+    except ValueError as error:
+        raise ValueError(f"token {token!r} is not an input: {error}") from None
+
+
+def _label(graph: AttentionGraph, layer: int, position: int) -> str:
+    """The label of a position in the output of a layer; -1 is the input of the model."""
+    trace = graph.trace
+    count = trace.layers[layer].shape[1] if layer >= 0 else trace.layers[0].shape[2]
+    return trace.tokens[position] if len(trace.tokens) == count else str(position)
+
+
+def _down(layer: int, nodes: Sequence[int]) -> list[tuple[int, int]]:
+    return [(layer - step, node) for step, node in enumerate(nodes)]

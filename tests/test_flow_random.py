@@ -1,0 +1,17 @@
+"""10,000 random problems against scipy (integers) and igraph (floats), with their cuts, bounds and routes."""
+
+import numpy as np
+import pytest
+
+import fuzz_flow
+
+
+@pytest.mark.parametrize("start", range(0, 10_000, 1000))
+def test_random_problems(start):
+    for seed in range(start, start + 1000):
+        rng = np.random.default_rng(seed)
+        kind, layers = fuzz_flow.problem(rng)
+        try:
+            fuzz_flow.check(rng, kind, layers)
+        except AssertionError as error:
+            raise AssertionError(f"problem {seed} ({kind}): python tests/fuzz_flow.py --seed {seed}") from error
