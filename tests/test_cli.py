@@ -93,6 +93,15 @@ def test_files_by_suffix(run, tmp_path, picture):
     np.testing.assert_array_equal(one.scores, two.scores)
 
 
+def test_graphs_of_words(run, tmp_path):
+    options = ["--picture", "graph", "--words", "--drop", "special", "--query", "1"]
+    code, _, err = run("text", "Unbelievably tokenized!", *options, "-o", tmp_path / "a.svg")
+    assert code == 0, err
+    svg = (tmp_path / "a.svg").read_text()
+    assert ">unbelievably<" in svg
+    assert "##" not in svg
+
+
 def test_quiet_says_nothing_but_the_result(run, tmp_path):
     code, out, err = run("text", SENTENCE, "--method", "flow", "-q", "-o", tmp_path / "a.json")
     assert (code, err) == (0, "")
@@ -186,6 +195,7 @@ ERRORS = {
     "no number": (["text", "Hi", "--head", "two"], "--head"),
     "bad layer": (["text", "Hi", "--layer", "top"], "--layer takes a number"),
     "layer out of range": (["text", "Hi", "--layer", "6"], "layer 6 is out of range: there are 6 layers"),
+    "graph": (["text", "Hi", "--picture", "graph", "--start-layer", "1"], "leave --start-layer out"),
     "unknown token": (["text", "Hi", "--query", "dog"], "no token is 'dog'; the tokens are: [CLS] hi [SEP]"),
     "missing model": (["text", "Hi", "--model", "no/such-model"], "cannot load a text model from 'no/such-model'"),
     "missing image": (["image", "absent.jpg"], "there is no image 'absent.jpg'"),

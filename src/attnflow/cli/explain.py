@@ -34,7 +34,7 @@ class Options:
     layer: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
     """The layer whose output is explained, or "all". By default all for text and arrays, the top one for images."""
     start_layer: int | None = None
-    """The lowest layer taken in."""
+    """The lowest layer taken in; raw attention takes in one layer alone."""
     head: int | None = None
     """One head of the explained layer instead of the fusion of all."""
     head_fusion: Literal["mean", "max", "min"] = "mean"
@@ -170,7 +170,7 @@ def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevan
     }
     if options.residual is not None:
         settings["residual"] = options.residual
-    if options.start_layer is not None:
+    if options.start_layer is not None and method != "raw":  # which takes in one layer whatever lies below
         settings["start_layer"] = options.start_layer
     with progress(method, quiet=options.quiet) as called:
         if method == "flow":
@@ -204,6 +204,8 @@ def _check_outputs(options: Options) -> None:
     """Refuse an output that cannot be written before any work is done."""
     from attnflow.relevance import DATA, PICTURES
 
+    if options.picture == "graph" and options.start_layer is not None:
+        raise ValueError("--picture graph draws every layer from the input on; leave --start-layer out")
     for path in options.output:
         if path.suffix.lower() not in PICTURES + DATA:
             raise ValueError(f"cannot write {path.name!r}: the suffix must be one of {', '.join(PICTURES + DATA)}")
@@ -224,9 +226,12 @@ def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, ima
         plots.save_figure(plots.picture(relevance, image), path)
         return
     whole = replace(options, query="all", head=None)
-    panels = {method: _compute(trace, method, whole, "all").scores for method in ("raw", "rollout", "flow")}
+    panels = {method: _compute(trace, method, whole, "all") for method in ("raw", "rollout", "flow")}
+    if options.words:
+        panels = {method: panel.by_word() for method, panel in panels.items()}
     highlighted = relevance.queries[0] if len(relevance.queries) == 1 else None
-    plots.save_figure(attention_graph(panels, relevance.tokens, query=highlighted), path)
+    scores = {method: panel.scores for method, panel in panels.items()}
+    plots.save_figure(attention_graph(scores, panels["raw"].tokens, query=highlighted), path)
 
 
 def _say_saturation(relevance: Relevance, options: Options) -> None:
