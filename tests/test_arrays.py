@@ -24,6 +24,7 @@ LAYOUTS = {
     "list of (batch, head, query, key)": lambda a: [layer[None] for layer in a],
     "tuple of torch tensors": lambda a: tuple(torch.tensor(layer[None]) for layer in a),
     "float32": lambda a: a.astype("f4"),
+    "long double": lambda a: a.astype(np.longdouble),
     "big-endian": lambda a: a.astype(">f8"),
     "nested lists": lambda a: a.tolist(),
 }
@@ -91,7 +92,7 @@ def test_an_example_is_chosen_from_a_batch(tmp_path):
     np.save(tmp_path / "batch.npy", weights)
     trace = attnflow.load(tmp_path / "batch.npy", example=1)
     np.testing.assert_array_equal(trace.layers[1].attention(), weights[1, 1])
-    with pytest.raises(ValueError, match=r"layer 0 has shape \(3, 4, 5, 5\): a batch of 3 examples; choose one"):
+    with pytest.raises(ValueError, match=r"holds a batch of 3 examples; choose one with example \(--example 0\)"):
         attnflow.load(tmp_path / "batch.npy")
     with pytest.raises(ValueError, match="example 7 is out of range: the batch holds 3"):
         attnflow.load(tmp_path / "batch.npy", example=7)
@@ -140,6 +141,8 @@ BAD = {
     "no tokens": (lambda a: a[..., :0, :0], r"layer 0 is empty: \(head, query, key\) is \(2, 0, 0\)"),
     "batch": (lambda a: [a, a], "layer 0 has shape .*: a batch of 3 examples"),
     "mapping": (lambda a: {"attention": a}, "a dict was given"),
+    "number": (lambda a: 5, "an array or a list of layers; a int was given"),
+    "nothing": (lambda a: None, "a NoneType was given"),
     "complex": (lambda a: a + 1j, "must be an array of numbers; one of type complex128"),
 }
 

@@ -2,6 +2,8 @@
 
 import copy
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -256,6 +258,24 @@ def test_an_error_inside_the_model_leaves_nothing_behind():
     assert state(model) == before
     hook.remove()
     assert len(capture(model, inputs)) == 2
+
+
+def test_threads_do_not_see_each_other(minilm):
+    """Another thread that runs or captures the same model disturbs no capture, and is not disturbed."""
+    model, tokenizer = minilm
+    texts = ["One two three.", "The keys to the cabinet are on the table.", "Four."] * 8
+    alone = [capture(model, text, tokenizer=tokenizer).tokens for text in texts]
+    before, interval = state(model), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            captured = [pool.submit(capture, model, text, tokenizer=tokenizer) for text in texts]
+            ran = [pool.submit(model, **tokenizer(text, return_tensors="pt")) for text in texts]
+            assert [one.result().tokens for one in captured] == alone
+            assert all(one.result() is not None for one in ran)
+    finally:
+        sys.setswitchinterval(interval)
+    assert state(model) == before
 
 
 def test_parameters_gradients_and_inputs_are_untouched():

@@ -71,6 +71,13 @@ def test_queries(run, query, queries):
     assert len(json.loads(out)["queries"]) == queries
 
 
+def test_numbers_may_be_tokens(run):
+    _, out, _ = run("text", "In 1984 it rained.", "--query", "1984", "--json")
+    assert json.loads(out)["query_tokens"] == ["1984"]
+    _, out, _ = run("text", "We all went home.", "--query", "all", "--json")
+    assert len(json.loads(out)["queries"]) == 7
+
+
 def test_text_from_standard_input(run, monkeypatch):
     for arguments in (["text", "-"], ["text"]):
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hello there.\n"))
@@ -171,6 +178,12 @@ def test_saturation_is_said_in_words(run):
     assert err == ""
 
 
+def sixteen_bits(folder):
+    path = folder / "xray.png"
+    Image.fromarray((np.arange(64, dtype=np.uint16) * 60).reshape(8, 8)).save(path)
+    return path
+
+
 def nan_file(folder):
     path = folder / "nan.npy"
     np.save(path, np.full((2, 3, 3), np.nan))
@@ -201,6 +214,9 @@ ERRORS = {
     "missing image": (["image", "absent.jpg"], "there is no image 'absent.jpg'"),
     "not an image": (["image", text_file], "cannot be read as an image"),
     "image size": (["image", text_file, "--size", "big"], "cannot be read as an image"),
+    "16 bits": (["image", sixteen_bits], "cannot be read as an image: its pixels are of mode I;16"),
+    "not UTF-8": (["text", "caf\udce9"], "the text is not valid UTF-8"),
+    "graph of all": (["text", "all all", "--query", "dog", "--picture", "graph"], "no token is 'dog'"),
     "missing file": (["array", "absent.npz"], "there is no file 'absent.npz'"),
     "nan": (["array", nan_file], "layer 0, head 0, query 0, key 0 is nan"),
     "suffix": (["text", "Hi", "-o", "a.docx"], "cannot write 'a.docx'"),

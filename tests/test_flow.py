@@ -166,6 +166,31 @@ def test_half_ways_that_meet_give_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_bounds_left_out_change_nothing(kind, monkeypatch):
+    rng = np.random.default_rng(12)
+    for depth in (2, 3, 6):
+        layers = random_layers(rng, kind, depth, 12, square=False)
+        found = []
+        for left_out in (False, True):
+            monkeypatch.setattr(engine, "_ends_bind", lambda *given, answer=left_out: answer)
+            found.append(flow(layers[-1], layers[:-1]).values)
+        np.testing.assert_allclose(*found, **CLOSE)
+
+
+def test_bounds_are_left_out_where_only_the_ends_bind(monkeypatch):
+    rng = np.random.default_rng(13)
+    even = [0.5 * rng.dirichlet(np.ones(40), 40) + 0.5 * np.eye(40) for _ in range(6)]
+    narrow = [*even[:3], even[3] / 100, *even[4:]]
+    asked, ask = [], engine._ends_bind
+    monkeypatch.setattr(engine, "_WORTH_LEAVING_OUT", 0)
+    monkeypatch.setattr(engine, "_ends_bind", lambda *given: asked.append(ask(*given)) or asked[-1])
+    for layers in (even, narrow):
+        left_out = flow(layers[-1][:2], layers[:-1])
+        np.testing.assert_allclose(left_out.values, flow(layers[-1], layers[:-1]).values[:2], **CLOSE)
+    assert asked == [True, False, False, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_half_ways_prove_nothing_false(kind, monkeypatch):
     monkeypatch.setattr(engine, "_WORTH_A_SAMPLE", 0)
     rng = np.random.default_rng(200 + KINDS.index(kind))

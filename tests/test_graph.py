@@ -16,6 +16,7 @@ def test_queries_are_positions_or_tokens():
     assert query_positions(-1, LABELS) == (4,)
     assert query_positions(np.int64(1), LABELS) == (1,)
     assert query_positions([0, -2], LABELS) == (0, 3)
+    assert query_positions(np.array([0, 3]), LABELS) == (0, 3)
     assert query_positions("all", ("for", "all")) == (1,)
 
 
@@ -27,6 +28,9 @@ def test_queries_are_positions_or_tokens():
         (5, "query 5 is out of range: there are 5 queries, 0 to 4"),
         (-6, "query -6 is out of range"),
         ([], "the list of queries is empty"),
+        (1.5, "a query is a position, several positions or a token; 1.5 was given"),
+        (["1"], r"a query is .*; \['1'\] was given"),
+        (slice(0, 2), "a query is a position"),
     ],
 )
 def test_bad_queries(query, message):

@@ -155,6 +155,8 @@ def test_a_causal_model_never_draws_on_the_future():
         ({"head_fusion": "median"}, "head_fusion 'median' is unknown; choose one of mean, max, min"),
         ({"residual": 1.5}, "residual must lie between 0 and 1; it is 1.5"),
         ({"residual": float("nan")}, "residual must lie between 0 and 1; it is nan"),
+        ({"residual": "a"}, "residual must lie between 0 and 1; it is a"),
+        ({"head": "a"}, "head a is out of range"),
         ({"query": 6}, "query 6 is out of range"),
     ],
 )

@@ -58,7 +58,14 @@ def test_bad_files(tmp_path, relevance):
         relevance.save(tmp_path / "absent" / "scores.npz")
     with pytest.raises(FileNotFoundError):
         Relevance.load(tmp_path / "absent.json")
-    for name, content in {"a.json": b"{}", "b.json": b"[1", "c.npz": b"PK", "d.json": b'{"format": "other"}'}.items():
+    spoilt = relevance.save(tmp_path / "good.json").read_bytes().replace(b'"recipe": {', b'"recipe": 3, "old": {')
+    for name, content in {
+        "a.json": b"{}",
+        "b.json": b"[1",
+        "c.npz": b"PK",
+        "d.json": b'{"format": "other"}',
+        "e.json": spoilt,
+    }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name} does not hold a relevance that attnflow saved"):
             Relevance.load(tmp_path / name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias
 
 from attnflow.layers import AttentionWeights, Layer
 
@@ -51,9 +51,9 @@ class Transition:
         heads, queries, keys = self.layer.shape
         if self.head_fusion not in HEAD_FUSIONS:
             raise ValueError(f"head_fusion {self.head_fusion!r} is unknown; choose one of {', '.join(HEAD_FUSIONS)}")
-        if not 0 <= self.residual <= 1:
+        if not isinstance(self.residual, int | float) or not 0 <= self.residual <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"residual must lie between 0 and 1; it is {self.residual}")
-        if self.head is not None and not -heads <= self.head < heads:
+        if self.head is not None and not (isinstance(self.head, SupportsIndex) and -heads <= self.head < heads):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"head {self.head} is out of range: layer {self.number} has {heads} heads, 0 to {heads - 1}"
             )

@@ -189,8 +189,10 @@ class Relevance:
                     content = json.loads(str(file["header"])) | {"scores": file["scores"]}
             else:
                 content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != _FORMAT:
+            if content["format"] != _FORMAT or not isinstance(content["recipe"], dict):
                 raise ValueError(f"format {content['format']!r}")
+            if not np.isfinite(np.asarray(content["scores"], dtype=np.float64)).all():
+                raise ValueError("scores that are not finite")
             return cls(
                 scores=np.asarray(content["scores"], dtype=np.float64),
                 tokens=tuple(content["tokens"]),

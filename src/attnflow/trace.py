@@ -6,7 +6,7 @@ the top. Arrays are ordered (layer, head, query, key).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 
@@ -158,15 +158,16 @@ def layer_arrays(attention: Any) -> list[torch.Tensor]:
     def tensor(array: Any) -> torch.Tensor:
         if not isinstance(array, torch.Tensor):
             array = np.asarray(array)
+            array = array.astype(np.float64) if array.dtype == np.longdouble else array
             if array.dtype.kind not in "fiu":
                 raise ValueError(f"attention must be an array of numbers; one of type {array.dtype} was given")
             array = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
         array = array.detach()
         return array if array.is_floating_point() else array.double()
 
-    if isinstance(attention, Mapping):
-        raise ValueError(f"attention must be an array or a list of layers; a {type(attention).__name__} was given")
     stacked = hasattr(attention, "ndim")
+    if not stacked and (isinstance(attention, Mapping | str) or not hasattr(attention, "__iter__")):
+        raise ValueError(f"attention must be an array or a list of layers; a {type(attention).__name__} was given")
     if stacked and attention.ndim not in (3, 4, 5):
         raise ValueError(
             f"attention of shape {tuple(attention.shape)} has {attention.ndim} axes; expected (layer, head, query, "
@@ -205,7 +206,10 @@ def query_positions(query: Query, labels: Sequence[str]) -> tuple[int, ...]:
             raise ValueError(f"the token {query!r} occurs at {found}: give one of these positions as the query")
         shown = " ".join(labels[:20]) + (" ..." if count > 20 else "")
         raise ValueError(f"no token is {query!r}; the tokens are: {shown}")
-    wanted = [query] if isinstance(query, SupportsIndex) else list(query)
+    single = isinstance(query, SupportsIndex) and not hasattr(query, "__len__")
+    wanted: list[Any] = [query] if single else list(query) if isinstance(query, Iterable) else [None]
+    if not all(isinstance(position, SupportsIndex) for position in wanted):
+        raise ValueError(f"a query is a position, several positions or a token; {query!r} was given")
     if not wanted:
         raise ValueError("the list of queries is empty; give at least one position, or None for all")
     for position in wanted:

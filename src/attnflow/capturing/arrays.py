@@ -31,14 +31,19 @@ def load(path: str | Path, *, example: int | None = None) -> Trace:
     try:
         arrays = _read(path)
     except Exception as error:
-        pickled = "it holds Python objects, which are never loaded" if "allow_pickle" in str(error) else str(error)
-        raise ValueError(f"{str(path)!r} cannot be read as attention arrays: {pickled}") from error
+        reason = str(error)
+        if "allow_pickle" in reason:
+            reason = "it is another kind of file, or holds Python objects, which are never loaded"
+        raise ValueError(f"{str(path)!r} cannot be read as attention arrays: {reason}") from error
     tokens = arrays.pop("tokens", None)
     names = sorted(arrays, key=_natural)
     if not names:
         raise ValueError(f"{str(path)!r} holds no arrays; expected attention (layer, head, query, key)")
     stacked = len(names) == 1 and arrays[names[0]].ndim > 2
     layers = list(arrays[names[0]]) if stacked else [arrays[name] for name in names]
+    batch = next((layer.shape[0] for layer in layers if layer.ndim == 4 and layer.shape[0] != 1), None)
+    if example is None and batch is not None:
+        raise ValueError(f"{str(path)!r} holds a batch of {batch} examples; choose one with example (--example 0)")
     if example is not None:
         layers = [_example(layer, example, number) for number, layer in enumerate(layers)]
     return Trace.from_arrays(

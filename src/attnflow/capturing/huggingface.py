@@ -52,6 +52,11 @@ def tokenize(text: str | list[str], model: torch.nn.Module, tokenizer: Any) -> d
     empty = [number for number, one in enumerate(texts) if not one.strip()]
     if empty or not texts:
         raise ValueError("the text is empty" if len(texts) < 2 else f"text {empty[0]} is empty")
+    for one in texts:
+        try:
+            one.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("the text is not valid UTF-8") from error
     padding = len(texts) > 1
     if padding and tokenizer.pad_token is None:
         raise ValueError("this tokenizer has no padding token: set tokenizer.pad_token, or give one text at a time")

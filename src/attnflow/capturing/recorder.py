@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ class Recorder(TorchFunctionMode):
         self._model = model
         self._by_hand = WeightsByHand(batch)
         self._running = [""]
+        self._thread = threading.get_ident()
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Recorder:
@@ -60,11 +62,13 @@ class Recorder(TorchFunctionMode):
             hook.remove()
 
     def _enter_module(self, name: str, module: torch.nn.Module, args: Any) -> None:
-        self._running.append(name)
-        self.recording.ran[name] += 1
+        if threading.get_ident() == self._thread:  # another thread may run the same model, unwatched
+            self._running.append(name)
+            self.recording.ran[name] += 1
 
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._running.pop()
+        if threading.get_ident() == self._thread:
+            self._running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let the call through, then keep its arguments if it is attention."""

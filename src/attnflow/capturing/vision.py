@@ -70,10 +70,15 @@ def open_image(path: str | Path) -> Image.Image:
 
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(
+                    f"its pixels are of mode {image.mode} (16 bits or more), whose range is not known; convert it to 8 "
+                    "bits per channel first"
+                )
             return ImageOps.exif_transpose(image).convert("RGB")
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no image {str(path)!r}") from None
-    except (OSError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{str(path)!r} cannot be read as an image: {first_line(error)}") from error
 
 

@@ -58,7 +58,9 @@ def _version() -> str:
 
 def main() -> None:
     """Run the command line: exit 0, 2 for input that cannot be used (one line on standard error), 130 for Ctrl-C."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "-"]  # standard input, as if it were absent
+    arguments = sys.argv[1:]
+    if arguments[:2] == ["text", "-"]:  # standard input, as if the text were absent
+        del arguments[1]
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except KeyboardInterrupt:
@@ -70,5 +72,6 @@ def main() -> None:
         if "--debug" in arguments:
             raise
         message = " ".join(str(error).split())
-        print(f"attnflow: error: {message}", file=sys.stderr)
+        if sys.stderr:
+            print(f"attnflow: error: {message}", file=sys.stderr)
         sys.exit(2)

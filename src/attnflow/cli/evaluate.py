@@ -78,6 +78,8 @@ def evaluate(
         from attnflow.faithfulness.run import evaluate
 
         quieten_transformers()
+        if limit is not None and limit < 1:
+            raise ValueError(f"--limit takes a number of examples from 1 on; it is {limit}")
         examples = loading.texts(data)[:limit]
         classifier, tokenizer = loading.text_classifier(model, check_device(device))
     with progress("evaluating", quiet=quiet) as called:

@@ -76,7 +76,7 @@ def text(
         from attnflow.capturing import capture, demo, huggingface
 
         quieten_transformers()
-        content = sys.stdin.read() if text is None else text
+        content = text if text is not None else sys.stdin.read() if sys.stdin else ""
         if not content.strip():
             raise ValueError("the text is empty; give one in quotes, or on standard input")
         loaded, tokenizer = huggingface.load(model or demo.TEXT, check_device(device))
@@ -181,7 +181,12 @@ def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevan
 def _query(query: str | None, trace: Trace) -> int | str | None:
     if query is None:
         return trace.readout
-    return int(query) if query.removeprefix("-").isdecimal() else query
+    if query == "all":
+        return None
+    positions = trace.layers[-1].shape[1]
+    number = query.isascii() and query.removeprefix("-").isdecimal()
+    # A number that is no position may be a token, such as a year.
+    return int(query) if number and (-positions <= int(query) < positions or query not in trace.tokens) else query
 
 
 def integer(name: str, value: str) -> int:
@@ -225,6 +230,8 @@ def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, ima
     if options.picture == "map":
         plots.save_figure(plots.picture(relevance, image), path)
         return
+    if any(queries != keys for _, queries, keys in (layer.shape for layer in trace.layers)):
+        raise ValueError("--picture graph needs layers of as many queries as keys")
     whole = replace(options, query="all", head=None)
     panels = {method: _compute(trace, method, whole, "all") for method in ("raw", "rollout", "flow")}
     if options.words:

@@ -16,14 +16,14 @@ def print_json(value: Any) -> None:
 
 def note(message: str, *, quiet: bool) -> None:
     """A line on standard error."""
-    if not quiet:
+    if not quiet and sys.stderr:
         print(f"attnflow: {message}", file=sys.stderr)
 
 
 @contextmanager
 def working(what: str, *, quiet: bool) -> Generator[None]:
     """A spinner on standard error, if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not (sys.stderr and sys.stderr.isatty()):
         yield
         return
     from rich.console import Console
@@ -35,7 +35,7 @@ def working(what: str, *, quiet: bool) -> Generator[None]:
 @contextmanager
 def progress(what: str, *, quiet: bool) -> Generator[Callable[[int, int | None], object] | None]:
     """A progress bar on standard error, if that is a terminal; it shows itself at the first call."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not (sys.stderr and sys.stderr.isatty()):
         yield None
         return
     from rich.console import Console

@@ -64,6 +64,8 @@ def evaluate(
     Raises ValueError for a setting that is unknown, for settings or data other than those of the run that is resumed,
     and if no example could be measured (the file is written all the same); ModuleNotFoundError for a missing package.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1; it is {batch_size}")
     examples = iter(data)
     first = _first(examples)
     plan = Plan(
