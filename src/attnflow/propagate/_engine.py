@@ -36,6 +36,9 @@ BOUND, FILL, EXACT, CUT = range(4)
 # a thread, and 30 ms, so that Ctrl-C is heard and progress seen.
 _NODES_PER_TASK = 10_000, 400_000
 _ROWS_PER_TASK = 32
+# Up to so many queries, and from so many edges x tokens (2 ms), what each node can send is left out where a sample of
+# tokens says that it binds nothing.
+_FEW_QUERIES, _WORTH_LEAVING_OUT, _SAMPLED_TOKENS = 4, 20_000_000, 8
 # Below this many edges x pairs / nodes all is done within milliseconds, and a sample is not worth its time.
 _WORTH_A_SAMPLE = 200_000
 # Loading the compiled kernels takes half a second; what takes longer than this is compiling them.
@@ -65,6 +68,10 @@ def solve(tops: Sequence[Array], below: Sequence[Array], effort: int, progress: 
     total, results = sum(top.shape[0] for top in tops) * tokens, list[Solved]()
     with _threads(count) as pool:
         stack = _stack(below, max(top.shape[1] for top in tops), pool)
+        if effort == EXACT and len(tops) == 1 and _ends_bind(tops[0], stack, pool):
+            stack.lower[1:] = stack.lower[0].sum(axis=1)[:, None]
+        else:
+            _fill_lower(stack, pool)
         for top, depth in zip(tops, range(len(below) - len(tops) + 1, len(below) + 1), strict=True):
             graph = _with_upper(top, depth - 1, stack, pool)
             pairs, done = top.shape[0] * tokens, sum(result.values.size for result in results)
@@ -82,7 +89,9 @@ def single(top: Array, below: Sequence[Array]) -> tuple[Graph, Any]:
     kernels = load_kernels()
     check_memory([1], below, 1)
     with _threads(1) as pool:
-        graph = _with_upper(top, len(below) - 1, _stack(below, top.shape[1], pool), pool)
+        stack = _stack(below, top.shape[1], pool)
+        _fill_lower(stack, pool)
+        graph = _with_upper(top, len(below) - 1, stack, pool)
     return graph, kernels.new_work(*graph.capacity.shape[:2])
 
 
@@ -148,10 +157,7 @@ def load_kernels() -> ModuleType:
 
 
 def _stack(below: Sequence[Array], width: int, pool: ThreadPoolExecutor) -> Graph:
-    """All that the stacks share, in the layout of the kernels; `upper` is left empty.
-
-    lower (level, token, node), from the bottom up: D_(m+1)[t, i] = sum_j min(D_m[t, j], A[i, j]).
-    """
+    """All that the stacks share, in the layout of the kernels; `upper` is left empty, and `lower` above level 0."""
     from attnflow.propagate import _maxflow as kernels
 
     bottom, *between = below
@@ -165,9 +171,37 @@ def _stack(below: Sequence[Array], width: int, pool: ThreadPoolExecutor) -> Grap
     straight = np.ascontiguousarray(capacity.diagonal(axis1=1, axis2=2))
     lower = np.zeros((layers + 1, bottom.shape[1], nodes))
     lower[0, :, : bottom.shape[0]] = bottom.T
-    for m in range(layers):
-        _min_product(lower[m], np.ascontiguousarray(capacity[m].T), lower[m + 1], pool)
     return kernels.Graph(capacity, straight, usable, np.empty((0, 0, nodes)), lower)
+
+
+def _fill_lower(graph: Graph, pool: ThreadPoolExecutor) -> None:
+    """Fill in `lower` (level, token, node) from the bottom up: D_(m+1)[t, i] = sum_j min(D_m[t, j], A[i, j])."""
+    under = np.ascontiguousarray(graph.lower[0].T)
+    for m, layer in enumerate(graph.capacity):
+        reached = np.empty_like(under)
+        _min_product(layer, under, reached, pool)
+        graph.lower[m + 1], under = reached.T, reached
+
+
+def _ends_bind(top: Array, stack: Graph, pool: ThreadPoolExecutor) -> bool:
+    """Whether, in a sample of the tokens, no level binds the flow more than the query's row and the token's column do.
+
+    Then `lower` above level 0 is worth less than it costs, for few queries: the search is as fast with the token's
+    column alone as what any node can send, and proves what the bound does not.
+    """
+    from attnflow.propagate import _maxflow as kernels
+
+    if len(top) > _FEW_QUERIES or stack.lower.shape[1] * stack.capacity.size < _WORTH_LEAVING_OUT:
+        return False
+    tokens = np.unique(np.linspace(0, stack.lower.shape[1] - 1, _SAMPLED_TOKENS).astype(np.intp))
+    graph = _with_upper(top, len(stack.capacity), stack._replace(lower=stack.lower[:, tokens]), pool)
+    _fill_lower(graph, pool)
+    totals = np.empty(len(graph.lower))
+    for query, token in np.ndindex(len(top), len(tokens)):
+        bound = kernels.upper_bound(query, token, graph, totals)
+        if bound < min(totals[0], top[query].sum()) * (1.0 - kernels.MET):
+            return False
+    return True
 
 
 def _with_upper(top: Array, layers: int, stack: Graph, pool: ThreadPoolExecutor) -> Graph:
