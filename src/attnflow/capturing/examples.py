@@ -75,7 +75,8 @@ def stack(recording: Recording, model: torch.nn.Module, attention_mask: Any, dec
     Raises ValueError if they are neither.
     """
     calls = recording.calls
-    pools = len(calls) > 1 and calls[-1].extent[1] != calls[-2].extent[1] and calls[-1].extent[2] == calls[-2].extent[2]
+    (batch, queries, keys), last = calls[-2 if len(calls) > 1 else -1].extent, calls[-1].extent
+    pools = last[::2] == (batch, keys) and last[1] != queries
     joint = getattr(getattr(model, "config", None), "is_encoder_decoder", False) or any(
         isinstance(call, FusedCall) and call.cross for call in calls[: -1 if pools else None]
     )

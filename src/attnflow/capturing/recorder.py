@@ -130,7 +130,7 @@ def record(
 def _check_complete(model: torch.nn.Module, recording: Recording) -> None:
     callers = Counter(call.module for call in recording.calls)
     unseen = [name for name in _attention_modules(model, recording.ran) if not _covered(name, callers)]
-    unseen += [name for name, calls in callers.items() if calls % recording.ran[name or ""]]
+    unseen += [name for name, calls in callers.items() if calls % recording.ran[name]]
     extents = {call.extent[1:] for call in recording.calls}
     own = [
         name
