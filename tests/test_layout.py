@@ -26,7 +26,8 @@ ALLOWED = {
     "routes": {"trace", "relevance", "mixing", "graph", "methods", "propagate"},
     "baselines": {"trace", "relevance", "capturing"},
     "faithfulness": {"trace", "relevance", "capturing", "methods", "baselines"},
-    "cli": {"trace", "relevance", "capturing", "methods", "show", "faithfulness"},
+    "studies": {"trace", "relevance", "capturing", "methods", "baselines", "faithfulness"},
+    "cli": {"trace", "relevance", "capturing", "methods", "show", "faithfulness", "studies"},
 }
 
 

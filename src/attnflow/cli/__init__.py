@@ -11,6 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 from attnflow.cli.evaluate import evaluate
 from attnflow.cli.explain import array, image, text
 from attnflow.cli.printing import print_json
+from attnflow.cli.study import study
 
 app = App(
     name="attnflow",
@@ -21,7 +22,7 @@ app = App(
 )
 
 
-for command in (text, image, array, evaluate):
+for command in (text, image, array, evaluate, study):
     app.command(command)
 
 

@@ -1,0 +1,74 @@
+"""`attnflow study`: run an experiment, print its tables, and write its JSON and the league table."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from attnflow.cli.printing import note, print_json
+
+if TYPE_CHECKING:
+    from attnflow.studies.record import Record
+
+study = App(name="study", help="Run an experiment of the paper, or one of ours, and write down what it found.")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """The options that all studies share."""
+
+    data: Annotated[Path, Parameter(show_default=False)] = Path(os.environ.get("ATTNFLOW_DATA", "data"))
+    """The folder with the data; by default what ATTNFLOW_DATA names, else data."""
+    output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("studies")
+    """The folder for the study's JSON, its pictures and the league table."""
+    small: Annotated[bool, Parameter(negative=())] = False
+    """Few examples and little training: minutes instead of an hour, to see that it works."""
+    seed: int = 0
+    """Of the sample, the random scores, the training and the intervals."""
+    json: Annotated[bool, Parameter(negative=())] = False
+    """Print the record as JSON instead of tables."""
+    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative=())] = False
+    """No progress bars and no notes."""
+    debug: Annotated[bool, Parameter(negative=())] = False
+    """Show the traceback of an error."""
+
+
+def deliver(record: Record, common: Common) -> None:
+    """Write the record and the league table, and print what was found."""
+    path = record.save(common.output)
+    if common.json:
+        print_json(_json(path))
+    else:
+        _print(record)
+    note(f"wrote {path} and the league table beside it", quiet=common.quiet)
+
+
+def _json(path: Path) -> Any:
+    import json
+
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _print(record: Record) -> None:
+    """The standings of each task, best first, then the findings in words."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("mean", "95 % interval", "n"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for task in dict.fromkeys(one.task for one in record.standings):
+        block = [one for one in record.standings if one.task == task]
+        sign, arrow = (-1, "↑") if block[0].direction == "up" else (1, "↓")
+        table.add_row(f"{task} {arrow}", style="bold")
+        for one in sorted(block, key=lambda one: (one.mean != one.mean, sign * one.mean)):
+            table.add_row(f"  {one.method}", f"{one.mean:.3f}", f"{one.low:.3f} to {one.high:.3f}", str(one.n))
+    console = Console()
+    console.print(table)
+    for sentence in record.words:
+        console.print(f"- {sentence}", markup=False, highlight=False)
