@@ -63,15 +63,20 @@ class AttentionCall:
         import torch
 
         precision = torch.promote_types(self.q.dtype, torch.float32)
-        k = self.k.to(precision).repeat_interleave(self.q.shape[0] // self.k.shape[0], dim=0)
-        logits = (self.q[:, queries].to(precision) * self.scale) @ k.mT
+        wanted = torch.arange(self.shape[1], device=self.q.device)[queries]
+        count = self.shape[2]
+        # Of a causal layer only the keys that the last of the queries sees are looked at: half the work over all tiles.
+        seen = min(count, int(wanted.max()) + 1) if self.causal and len(wanted) else count
+        q = (self.q[:, wanted].to(precision) * self.scale).unflatten(0, (self.k.shape[0], -1))
+        k = self.k[:, :seen].to(precision)
+        logits = (q.flatten(1, 2) @ k.mT).view(self.q.shape[0], len(wanted), seen)
         if self.mask is not None:
-            mask = self.mask[:, queries] if self.mask.shape[1] > 1 else self.mask
+            mask = (self.mask[:, wanted] if self.mask.shape[1] > 1 else self.mask)[..., :seen]
             logits = logits.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
         if self.causal:
-            query, key = (torch.arange(count, device=logits.device) for count in self.shape[1:])
-            logits.masked_fill_(key > query[queries][:, None], float("-inf"))
-        return logits.softmax(-1)
+            logits.masked_fill_(torch.arange(seen, device=logits.device) > wanted[:, None], float("-inf"))
+        weights = logits.softmax(-1)
+        return weights if seen == count else torch.nn.functional.pad(weights, (0, count - seen))
 
 
 @dataclass(frozen=True, eq=False)
