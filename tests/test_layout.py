@@ -15,11 +15,12 @@ PACKAGE = Path(attnflow.__file__).parent
 # `Relevance.show` and `Relevance.save` reach `show` when they are called; that is the one road back.
 ALLOWED = {
     "layers": set(),
+    "memory": set(),
     "trace": {"layers"},
     "relevance": set(),
-    "capturing": {"layers", "trace"},
+    "capturing": {"layers", "trace", "memory"},
     "mixing": {"layers"},
-    "propagate": set(),
+    "propagate": {"memory"},
     "show": {"relevance"},
     "graph": {"trace", "mixing"},
     "methods": {"layers", "trace", "relevance", "mixing", "graph", "propagate"},

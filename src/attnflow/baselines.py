@@ -213,7 +213,8 @@ def _relevance(
     checks: Mapping[str, Any],
 ) -> Relevance:
     """Scores (token,) as one row: of the query that the trace's output is read from, at the top layer."""
-    query = trace.readout or 0
+    readout = trace.readout
+    query = readout if isinstance(readout, int) else 0 if readout is None else len(trace.tokens) - 1
     model = {name: fact for name, fact in trace.model.items() if name != "versions"}
     versions = {"attnflow": version("attnflow"), "python": platform.python_version(), "numpy": np.__version__}
     return Relevance(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 from attnflow.mixing import HeadFusion, Transition
-from attnflow.trace import Query, Role, Trace, query_positions
+from attnflow.trace import GENERATED, Query, Role, Trace, query_positions
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,8 @@ LayerChoice: TypeAlias = int | Literal["all"]
 class AttentionGraph:
     """The nodes and edges that a method carries down: what `attention_graph` makes of a trace and its settings.
 
-    explained: numbers of the explained layers. queries: positions of the queries in them; query_tokens: their labels.
+    explained: numbers of the explained layers. queries: positions of the queries in them. query_tokens: their labels,
+    and answers: the positions that these stand at, which are the queries', but where a query wrote the next token.
     tokens, roles: the positions that enter `bottom`, the lowest layer taken in, or None to take in each explained
     layer alone. settings: for the recipe, with every default filled in.
     """
@@ -27,6 +28,7 @@ class AttentionGraph:
     explained: tuple[int, ...]
     bottom: int | None
     queries: tuple[int, ...]
+    answers: tuple[int, ...]
     query_tokens: tuple[str, ...]
     tokens: tuple[str, ...]
     roles: tuple[Role, ...]
@@ -76,9 +78,14 @@ def attention_graph(
     if len(sizes) > 1:
         raise ValueError(f"layer='all' needs as many queries in every layer; there are {sorted(sizes)}")
     labels, tokens = _labels(trace, sizes.pop()), _labels(trace, trace.layers[lowest].shape[2])
-    queries = query_positions(query, labels)
+    if query == GENERATED and trace.generated_from is not None:
+        answers = tuple(range(trace.generated_from, len(labels)))
+        queries = tuple(place - 1 for place in answers)
+    else:
+        answers = queries = query_positions(query, labels)
+    asked = GENERATED if answers != queries else list(queries) if len(queries) < len(labels) else "all"
     settings = {
-        "query": list(queries) if len(queries) < len(labels) else "all",
+        "query": asked,
         "layer": layer if layer == "all" else explained[0],
         "start_layer": bottom if layer == "all" else lowest,
         "head": head,
@@ -90,7 +97,8 @@ def attention_graph(
         explained=explained,
         bottom=bottom,
         queries=queries,
-        query_tokens=tuple(labels[position] for position in queries),
+        answers=answers,
+        query_tokens=tuple(labels[position] for position in answers),
         tokens=tokens,
         roles=trace.roles if tokens is trace.tokens else ("text",) * len(tokens),
         head=head,

@@ -61,7 +61,8 @@ def rollout(
     """Attention rollout: the product of the layers' transitions (Abnar & Zuidema 2020, section 3, equation 1).
 
     attention: a `Trace`, or arrays in any layout that `Trace.from_arrays` takes.
-    query: the queries to explain: a position, several, a token such as "[CLS]", or None for all.
+    query: the queries to explain: a position, several, a token such as "[CLS]", or None for all; where the model wrote
+    tokens itself, "generated" gives the rows that wrote each of them, under the name and place of what they wrote.
     layer: the layer whose output is explained, counted from 0 at the input, negative from the top; "all" gives scores
     (layer, query, token). start_layer: the lowest layer taken in; scores are those of the positions that enter it.
     head: explain one head: its own matrix in the explained layer, the fusion of heads below (appendix A.1).
@@ -251,7 +252,7 @@ def relevance_of(method: str, graph: AttentionGraph, rows: Sequence[Any]) -> Rel
         scores=scores if graph.settings["layer"] == "all" else scores[0],
         tokens=graph.tokens,
         roles=graph.roles,
-        queries=graph.queries,
+        queries=graph.answers,
         query_tokens=graph.query_tokens,
         layers=graph.explained,
         grid=graph.trace.grid if graph.tokens is graph.trace.tokens else None,

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 Role: TypeAlias = Literal["text", "special", "prefix", "patch"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-# Positions: one, several, the token at one, or None for all.
+# Positions: one, several, the token at one, the rows that wrote the answer, or None for all.
 Query: TypeAlias = int | str | Sequence[int] | None
+GENERATED = "generated"
 
 
 class Sink(NamedTuple):
@@ -40,6 +41,7 @@ class Trace:
     grid: (rows, columns) of the patches, which follow the prefix tokens; None for text.
     words: the number of the word that each position belongs to, for text whose tokens are pieces of words; or None.
     decoder_start: where the decoder's positions begin, if there are an encoder and a decoder in one joint graph.
+    generated_from: where what the model wrote itself begins; what stands before is what it was given.
     output: what the model returned, for the whole batch. model: facts for the recipe (class, versions).
     target: what gradients are of, and its score, if there are any.
 
@@ -55,6 +57,7 @@ class Trace:
     output: Any = None
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     target: Mapping[str, Any] | None = None
+    generated_from: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -84,13 +87,15 @@ class Trace:
         return f"<Trace: {len(self.layers)} layers, {heads} heads, {queries} queries, {keys} keys{place}>"
 
     @property
-    def readout(self) -> int | None:
+    def readout(self) -> int | str | None:
         """The query whose output is explained unless another is asked for.
 
-        The first probe of a model that pools by attention; the last position of a decoder, or where every layer is
-        causal; the first where it is a special or prefix token ([CLS]); None where none of these holds, as in models
-        that average their outputs.
+        Where the model wrote tokens itself, the rows that wrote them ("generated"). Else the first probe of a model
+        that pools by attention; the last position of a decoder, or where every layer is causal; the first where it is a
+        special or prefix token ([CLS]); None where none of these holds, as in models that average their outputs.
         """
+        if self.generated_from is not None:
+            return GENERATED
         if self.layers[-1].pools:
             return 0
         if self.decoder_start is not None or all(layer.causal for layer in self.layers):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 
-from attnflow.capturing import examples, huggingface, vision
-from attnflow.capturing.recorder import record
+from attnflow.capturing import examples, generation, huggingface, vision
+from attnflow.capturing.recorder import WeightsOf, record
 from attnflow.capturing.target import Chosen, Target
 from attnflow.trace import Role, Trace
 
@@ -22,6 +23,9 @@ def capture(
     tokenizer: Any = None,
     tokens: Sequence[str] | None = None,
     target: Target | None = None,
+    layers: int | range | slice | None = None,
+    weights: str | WeightsOf | None = None,
+    generate: int | Mapping[str, Any] | None = None,
 ) -> Trace | list[Trace]:
     """Run a model once and keep what it attended to: one trace per example, its padding removed.
 
@@ -36,6 +40,15 @@ def capture(
     target: with one, every layer keeps the gradient of its attention weights for that number of the output: a class or
     token id, one per example, "predicted", or a function of the model's output that returns one score per example.
     Logits (batch, token, vocabulary) are read at the last token. Parameters' gradients are left as they were.
+
+    layers: keep these attention calls only, in the order of the forward pass: one (-1 is the last) or a range; the
+    layers of the trace are then those, counted from 0, and its tokens the positions that enter the lowest.
+    weights: for attention that capture cannot follow, which modules output their weights (batch, head, query, key): a
+    pattern of their names ("layers.*.probs"), or a function of (name, module, output) that returns the weights
+    or None. Then nothing else is taken for attention.
+    generate: let the model write first, up to so many tokens (greedily) or as these settings of its `generate` say, and
+    explain what it wrote: the trace is that of prompt and answer together, which with a cache of keys or without is one
+    square graph, and its query "generated" the rows that wrote each token. One example at a time, without padding.
 
     An encoder-decoder gives one joint trace over the positions of both, the encoder's first: rollout and flow from a
     decoder's position reach down through cross-attention to the encoder's input.
@@ -54,19 +67,64 @@ def capture(
     if isinstance(inputs, str) or (isinstance(inputs, list) and all(isinstance(text, str) for text in inputs)):
         inputs = huggingface.tokenize(inputs, model, tokenizer)
     args, kwargs = _arguments(inputs)
+    if generate is not None:
+        written = generation.written(model, args, kwargs, generate)
+        how: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "target": target}
+        how |= {"layers": layers, "weights": weights}
+        answers = [_answer(capture(model, one, **how), start) for one, start in written]
+        return answers[0] if len(answers) == 1 else answers
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
         huggingface.check_length(ids.shape[1], model, tokenizer)
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
-    recording, output = record(model, args, kwargs, chosen)
+    chosen_layers, weights_of = _slice(layers), _weights_of(weights)
+    recording, output = record(model, args, kwargs, chosen, layers=chosen_layers, weights_of=weights_of)
     stack = examples.stack(recording, model, kwargs.get("attention_mask"), kwargs.get("decoder_attention_mask"))
     labels = _Labels(model, tokenizer, ids, kwargs.get("decoder_input_ids"), recording.patch_grid, tokens)
     facts = _model_facts(model)
+    if layers is not None:
+        numbers = range(len(recording.calls))[chosen_layers]
+        facts["kept"] = f"layers {numbers[0]} to {numbers[-1]} of {len(recording.calls)}"
     traces = [
         Trace(stack.example(index), *labels.of(index, stack), output, facts, chosen and chosen.facts(index))
         for index in range(len(stack.encoder))
     ]
     return traces[0] if len(traces) == 1 else traces
+
+
+def _slice(layers: int | range | slice | None) -> slice:
+    """Which calls to keep, as a slice without a step; ValueError for anything else."""
+    if layers is None:
+        return slice(None)
+    if isinstance(layers, int):
+        return slice(layers, layers + 1 or None)
+    if layers.step in (None, 1):
+        return slice(layers.start, layers.stop)
+    raise ValueError(f"layers must lie next to each other: one, or a range in steps of 1; {layers!r} was given")
+
+
+def _weights_of(weights: str | WeightsOf | None) -> WeightsOf | None:
+    """The function that a pattern of names stands for."""
+    if not isinstance(weights, str):
+        return weights
+
+    def named(name: str, module: torch.nn.Module, output: Any) -> torch.Tensor | None:
+        if not fnmatch.fnmatchcase(name, weights):
+            return None
+        if not isinstance(output, torch.Tensor):
+            raise ValueError(
+                f"{name!r} outputs a {type(output).__name__}, and weights= wants a tensor of attention weights: give a "
+                "function of (name, module, output) that picks it"
+            )
+        return output
+
+    return named
+
+
+def _answer(trace: Trace | list[Trace], start: int) -> Trace:
+    """The trace of one prompt with its answer, which begins `start` tokens into the stream that wrote it."""
+    assert isinstance(trace, Trace)  # `generation.written` gives one example at a time
+    return replace(trace, generated_from=(trace.decoder_start or 0) + start)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

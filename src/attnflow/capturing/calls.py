@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,7 @@ class WeightedSum:
     weights: torch.Tensor
     v: torch.Tensor | None
     gradient: torch.Tensor | None = None
+    cross: ClassVar[bool] = False
 
     @property
     def extent(self) -> tuple[int, int, int]:
@@ -81,7 +82,16 @@ class WeightedSum:
         return replace(self, gradient=gradient.reshape(*self.weights.shape[:3], -1))
 
 
-Call: TypeAlias = FusedCall | WeightedSum
+@dataclass(frozen=True, eq=False)
+class LeftOut:
+    """A call of a layer that was not asked for: that it was made, and nothing of what it holds. As in `FusedCall`."""
+
+    module: str
+    extent: tuple[int, int, int]
+    cross: bool = False
+
+
+Call: TypeAlias = FusedCall | WeightedSum | LeftOut
 
 
 def from_sdpa(
@@ -200,6 +210,27 @@ def _multi_head_mask(
         return ~torch.stack(torch.broadcast_tensors(*masks)).any(0)
     added = [mask.float().masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask for mask in masks]
     return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+def given_weights(module: str, weights: torch.Tensor, batch: int) -> WeightedSum:
+    """Weights (batch, head, query, key), or without the head axis, that the caller says are attention.
+
+    Their gradient is that of a target with respect to themselves, which is dO V^T for values that are the identity.
+
+    Raises ValueError for another shape, and for weights that are negative or not finite.
+    """
+    if weights.ndim not in (3, 4) or weights.shape[0] != batch:
+        raise ValueError(
+            f"weights= gave a tensor of shape {tuple(weights.shape)} for {module!r}; expected (batch, head, query, "
+            f"key) or (batch, query, key) with a batch of {batch}"
+        )
+    seen = weights.detach()
+    if not bool((seen.isfinite() & (seen >= 0)).all()):
+        raise ValueError(f"weights= gave weights for {module!r} that are negative or not finite: are they logits?")
+    seen = seen if seen.ndim == 4 else seen[:, None]
+    keys = seen.shape[-1]
+    identity = torch.eye(keys, dtype=seen.dtype, device=seen.device).expand(*seen.shape[:2], keys, keys)
+    return WeightedSum(module, seen, identity)
 
 
 def refuse_dropout(module: str, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:

@@ -9,11 +9,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from attnflow.capturing.calls import HIDDEN, Call, FusedCall, WeightedSum
+from attnflow.capturing.calls import HIDDEN, Call, FusedCall, LeftOut, WeightedSum
 from attnflow.capturing.recorder import Recording
 from attnflow.layers import AttentionCall, AttentionWeights, JointLayer, Layer, WeightsGradient
 
 Stream: TypeAlias = Literal["encoder", "decoder", "cross"]
+Kept: TypeAlias = FusedCall | WeightedSum
 
 # A weight on padding that is rounding, not attention.
 _NEGLIGIBLE = 1e-6
@@ -24,14 +25,13 @@ _CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn", re.IGNORECASE)
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """The calls of a batch with their streams, and which positions are no padding.
+    """The calls of a batch that are kept, each with its stream, and which positions are no padding.
 
     encoder (batch, token): of the encoder, or of the only stream there is. decoder (batch, token), or None.
-    pools: whether the last call gathers a single stream by attention from probes of its own.
+    pools: whether the last of the kept calls gathers a single stream by attention from probes of its own.
     """
 
-    calls: list[Call]
-    streams: list[Stream]
+    calls: list[tuple[Kept, Stream]]
     encoder: torch.Tensor
     decoder: torch.Tensor | None
     pools: bool
@@ -52,7 +52,7 @@ class Stack:
         size = sum(int(kept.sum()) for kept in keep.values())
         masks: dict[Any, tuple[torch.Tensor | None, bool]] = {}
         layers: list[Layer] = []
-        for call, stream in zip(self.calls, self.streams, strict=True):
+        for call, stream in self.calls:
             queries = keep["encoder" if stream == "encoder" else "decoder"]
             if call.extent[1] != len(queries):  # the probes of a call that pools
                 queries = torch.ones(call.extent[1], dtype=torch.bool)
@@ -78,11 +78,11 @@ def stack(recording: Recording, model: torch.nn.Module, attention_mask: Any, dec
     (batch, queries, keys), last = calls[-2 if len(calls) > 1 else -1].extent, calls[-1].extent
     pools = last[::2] == (batch, keys) and last[1] != queries
     joint = getattr(getattr(model, "config", None), "is_encoder_decoder", False) or any(
-        isinstance(call, FusedCall) and call.cross for call in calls[: -1 if pools else None]
+        call.cross for call in calls[: -1 if pools else None]
     )
-    streams = _streams(calls) if joint else []
+    streams: list[Stream] = _streams(calls) if joint else []
     if "cross" not in streams:  # an encoder or a decoder by itself
-        streams: list[Stream] = ["encoder" for _ in calls]
+        streams = ["encoder" for _ in calls]
     parts: dict[Stream, list[Call]] = {}
     pools = pools and not joint
     for call, stream in list(zip(calls, streams, strict=True))[: -1 if pools else None]:
@@ -100,7 +100,11 @@ def stack(recording: Recording, model: torch.nn.Module, attention_mask: Any, dec
         decoder = _kept(parts["decoder"], decoder_attention_mask)
     elif "cross" in parts:
         decoder = torch.ones(parts["cross"][0].extent[:2], dtype=torch.bool)
-    return Stack(calls, streams, encoder, decoder, pools)
+    kept: list[tuple[Kept, Stream]] = [
+        (call, stream) for call, stream in zip(calls, streams, strict=True) if not isinstance(call, LeftOut)
+    ]
+    pools = pools and not isinstance(calls[-1], LeftOut)
+    return Stack(kept, encoder, decoder, pools)
 
 
 def _fits(parts: Mapping[Stream, list[Call]]) -> bool:
@@ -127,7 +131,7 @@ def _streams(calls: list[Call]) -> list[Stream]:
     alone = not any(_DECODER.search(call.module) for call in calls)
     streams: list[Stream] = []
     for call in calls:
-        if (isinstance(call, FusedCall) and call.cross) or _CROSS.search(call.module):
+        if call.cross or _CROSS.search(call.module):
             streams.append("cross")
         else:
             streams.append("decoder" if alone or _DECODER.search(call.module) else "encoder")
@@ -139,13 +143,14 @@ def _kept(calls: Sequence[Call], attention_mask: Any) -> torch.Tensor:
     batch, _, count = calls[0].extent
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (batch, count):
         return attention_mask != 0
-    visible = torch.zeros(batch, count, dtype=torch.bool)
-    for call in calls:
+    kept = [call for call in calls if not isinstance(call, LeftOut)]
+    visible = torch.full((batch, count), not kept)
+    for call in kept:
         visible |= _seen_keys(call)
     return visible
 
 
-def _seen_keys(call: Call) -> torch.Tensor:
+def _seen_keys(call: Kept) -> torch.Tensor:
     """(batch, key) or (1, 1), True where some query may attend to a key."""
     if isinstance(call, WeightedSum):
         return (call.weights != 0).any(1).any(1).cpu()
@@ -153,7 +158,7 @@ def _seen_keys(call: Call) -> torch.Tensor:
 
 
 def _layer(
-    call: Call,
+    call: Kept,
     index: int,
     queries: torch.Tensor,
     keys: torch.Tensor,

@@ -6,14 +6,12 @@ Everything here is about how the work is done; the values are those of `_maxflow
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from queue import SimpleQueue
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from attnflow.memory import check_memory
 from attnflow.propagate.layers import Array
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def solve(tops: Sequence[Array], below: Sequence[Array], effort: int, progress: 
 
     kernels = load_kernels()
     count, tokens = numba.get_num_threads(), below[0].shape[1]
-    check_memory([top.shape[0] for top in tops], below, count if effort else 0)
+    refuse_too_much([top.shape[0] for top in tops], below, count if effort else 0)
     total, results = sum(top.shape[0] for top in tops) * tokens, list[Solved]()
     with _threads(count) as pool:
         stack = _stack(below, max(top.shape[1] for top in tops), pool)
@@ -87,7 +86,7 @@ def solve(tops: Sequence[Array], below: Sequence[Array], effort: int, progress: 
 def single(top: Array, below: Sequence[Array]) -> tuple[Graph, Any]:
     """The graph of one pair and memory to solve it: top (1, node), the first layer below (node, 1)."""
     kernels = load_kernels()
-    check_memory([1], below, 1)
+    refuse_too_much([1], below, 1)
     with _threads(1) as pool:
         stack = _stack(below, top.shape[1], pool)
         _fill_lower(stack, pool)
@@ -95,7 +94,7 @@ def single(top: Array, below: Sequence[Array]) -> tuple[Graph, Any]:
     return graph, kernels.new_work(*graph.capacity.shape[:2])
 
 
-def check_memory(queries: Sequence[int], below: Sequence[Array], threads: int) -> None:
+def refuse_too_much(queries: Sequence[int], below: Sequence[Array], threads: int) -> None:
     """Refuse work that cannot fit, before it starts; queries: how many of each stack, the lowest stack first.
 
     Raises MemoryError with the estimate and what to do.
@@ -106,32 +105,12 @@ def check_memory(queries: Sequence[int], below: Sequence[Array], threads: int) -
     bits = edges // 64
     needed = edges + bits + threads * (edges + 4 * bits) + reach * (tokens + max(queries)) + 8 * nodes * nodes
     needed += 17 * tokens * sum(queries)
-    free = _free_memory()
-    if free is not None and needed > free:
-        raise MemoryError(
-            f"flow through {layers + 2} layers of up to {nodes:,} nodes, from {max(queries):,} queries to {tokens:,} "
-            f"tokens, needs about {needed / 1e9:,.1f} GB beside its input, and {free / 1e9:,.1f} GB are free; explain "
-            "fewer queries or layers at a time, or use fewer threads (numba.set_num_threads(1))"
-        )
-
-
-def _free_memory() -> int | None:
-    """Bytes that can be had without swapping, within the limit of a container; None where nobody says."""
-    found = list[int]()
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    except OSError:
-        pass
-    try:
-        folder = Path("/sys/fs/cgroup")
-        limit, used = ((folder / f"memory.{name}").read_text(encoding="ascii") for name in ("max", "current"))
-        found.append(int(limit) - int(used))
-    except (OSError, ValueError):
-        pass  # no container, or one without a limit ("max")
-    if not found and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(found, default=None)
+    check_memory(
+        needed,
+        f"flow through {layers + 2} layers of up to {nodes:,} nodes, from {max(queries):,} queries to {tokens:,} "
+        "tokens, beside its input,",
+        "explain fewer queries or layers at a time, or use fewer threads (numba.set_num_threads(1))",
+    )
 
 
 @cache

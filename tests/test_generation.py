@@ -1,0 +1,123 @@
+"""What a model wrote itself: one square causal graph of prompt and answer, a row for each token written."""
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import attnflow
+from attnflow import capture
+from families import IDS, TEXT
+from test_encoder_decoder import bart, t5
+
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LEFT_PADDED = torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
+
+
+def gpt2():
+    config = hf.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=99, **ENDS)
+    return hf.GPT2LMHeadModel, config, {"input_ids": IDS, "attention_mask": LEFT_PADDED}
+
+
+def llama():
+    inputs = {"input_ids": IDS, "attention_mask": LEFT_PADDED}
+    return hf.LlamaForCausalLM, hf.LlamaConfig(**TEXT, num_key_value_heads=2), inputs
+
+
+def mistral_sliding_window():
+    config = hf.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=3)
+    return hf.MistralForCausalLM, config, {"input_ids": IDS}
+
+
+FAMILIES = [gpt2, llama, mistral_sliding_window, bart, t5]
+
+
+def built(family, kernel):
+    torch.manual_seed(0)
+    model_class, config, inputs = family()
+    config._attn_implementation = kernel
+    return model_class(config).eval(), inputs
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_row_is_what_the_model_attended_to_when_it_wrote_the_token(family, cache):
+    """Against the eager model's own generation, step by step, with a cache of keys and without."""
+    model, inputs = built(family, "sdpa")
+    traces = capture(model, inputs, generate=5)
+    eager, _ = built(family, "eager")
+    settings = {"output_attentions": True, "return_dict_in_generate": True}
+    own = eager.generate(**inputs, max_new_tokens=5, do_sample=False, use_cache=cache, **settings)
+    joint = model.config.is_encoder_decoder
+    assert len(traces) == 2
+    for example, trace in enumerate(traces):
+        start, shift = trace.generated_from, trace.decoder_start or 0
+        written = own.sequences[example, start - shift if joint else IDS.shape[1] :].tolist()
+        assert list(trace.tokens[start:]) == [str(token) for token in written]
+        layers = [layer.layer if joint else layer for layer in trace.layers]
+        if joint:
+            layers = [layer for layer in layers if "decoder" in layer.name and layer.shape[1] == layer.shape[2]]
+        steps = own.decoder_attentions if joint else own.attentions
+        assert len(steps) == len(written) == 5
+        for step, of_layers in enumerate(steps):
+            for layer, weights in zip(layers, of_layers, strict=True):
+                row = start - shift - 1 + step
+                seen = layer.attention([row])[:, 0, : row + 1]
+                expected = weights[example, :, -1]
+                # The model's own keys have padding in front, and a sliding window may have dropped the oldest.
+                common = min(seen.shape[1], expected.shape[1])
+                torch.testing.assert_close(seen[:, -common:], expected[:, -common:], atol=1e-5, rtol=0)
+                assert seen[:, :-common].abs().sum() < 1e-6
+
+
+def test_rows_are_called_by_what_they_wrote():
+    model, inputs = built(mistral_sliding_window, "sdpa")
+    trace = capture(model, inputs, generate=4)[0]
+    assert (trace.generated_from, trace.readout) == (7, "generated")
+    rollout = attnflow.rollout(trace, query=trace.readout)
+    np.testing.assert_array_equal(rollout.scores, attnflow.rollout(trace, query=[6, 7, 8, 9]).scores)
+    assert rollout.queries == (7, 8, 9, 10)
+    assert rollout.query_tokens == trace.tokens[7:]
+    assert rollout.recipe["settings"]["query"] == "generated"
+    assert (rollout.scores[range(4), rollout.queries] == 0).all()  # no token draws on itself while it is written
+    flow = attnflow.flow(trace, query="generated", layer="all")
+    assert flow.scores.shape == (3, 4, 11)
+
+
+def test_a_story_is_written_and_explained(stories):
+    """A real model: the same continuation, and rows that sum to 1."""
+    model, tokenizer = stories
+    prompt = tokenizer.encode("Once upon a time")
+    trace = capture(model, {"input_ids": torch.tensor([prompt])}, generate=12)
+    ids = [int(token) for token in trace.tokens]
+    assert tokenizer.decode(ids).startswith(" Once upon a time, there was a little girl")
+    assert (trace.generated_from, len(ids)) == (len(prompt), len(prompt) + 12)
+    np.testing.assert_allclose(attnflow.rollout(trace, query="generated").scores.sum(-1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("of_the_model", [True, False])
+def test_an_answer_ends_with_its_end_of_sequence(of_the_model):
+    model, inputs = built(llama, "sdpa")
+    free = capture(model, inputs, generate=6)
+    second = int(free[0].tokens[8])
+    if of_the_model:
+        model.generation_config.eos_token_id = [2, second]
+        settings = 6
+    else:
+        settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": second}
+    traces = capture(model, inputs, generate=settings)
+    assert traces[0].tokens == free[0].tokens[:9]
+    assert len(traces[1].tokens) == 4 + 6
+
+
+def test_what_cannot_be_generated_is_refused():
+    model, inputs = built(llama, "sdpa")
+    with pytest.raises(ValueError, match="LlamaModel cannot generate; load it with its head.*AutoModelForCausalLM"):
+        capture(model.model, inputs, generate=3)
+    with pytest.raises(ValueError, match="gave 4 answers to 2 prompts"):
+        capture(model, inputs, generate={"max_new_tokens": 2, "num_beams": 2, "num_return_sequences": 2})
+    with pytest.raises(ValueError, match="generation needs input_ids"):
+        capture(model, {"inputs_embeds": torch.randn(1, 4, 32)}, generate=2)
+    trace = capture(model, inputs)[0]
+    with pytest.raises(ValueError, match="no token is 'generated'"):
+        attnflow.rollout(trace, query="generated")
