@@ -404,8 +404,8 @@ that layers come in forward order; and that gradients of the weights are within 
 own weights, for all but those inside nn.MultiheadAttention and those by hand, of which one each is proved apart.
 
 Elsewhere are proved: encoder-decoders (T5, BART, Marian, Whisper, nn.Transformer) in tests/test_encoder_decoder.py;
-generation (GPT-2, Llama, Mistral, T5, BART, with a cache of keys and without) in tests/test_generation.py; models inside
-PEFT, timm's wrapper and accelerate's device maps, and MiniLM and DINOv2-small with their real weights, in
+generation (GPT-2, Llama, Mistral, T5, BART, with a cache of keys and without) in tests/test_generation.py; models
+inside PEFT, timm's wrapper and accelerate's device maps, and MiniLM and DINOv2-small with their real weights, in
 tests/test_capture.py.
 
 | family | model | seen through | positions | prefix tokens | |

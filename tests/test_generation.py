@@ -1,5 +1,8 @@
 """What a model wrote itself: one square causal graph of prompt and answer, a row for each token written."""
 
+import json
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,8 @@ import transformers as hf
 
 import attnflow
 from attnflow import capture
+from attnflow.cli import main
+from attnflow.show.wording import rows
 from families import IDS, TEXT
 from test_encoder_decoder import bart, t5
 
@@ -121,3 +126,57 @@ def test_what_cannot_be_generated_is_refused():
     trace = capture(model, inputs)[0]
     with pytest.raises(ValueError, match="no token is 'generated'"):
         attnflow.rollout(trace, query="generated")
+
+
+def main_of(arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["attnflow", *arguments])
+        main()
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    """A folder with a tiny random GPT-2 and a byte-level tokenizer."""
+    import tokenizers
+
+    folder = tmp_path_factory.mktemp("writer")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["Once upon a time there was a girl. <b>"] * 3, vocab_size=300, show_progress=False)
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="!")
+    torch.manual_seed(3)
+    config = hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=300, bos_token_id=0, eos_token_id=299)
+    hf.GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_command_line_explains_what_was_written(writer, capsys, tmp_path):
+    run = ["text", "Once upon a time", "--model", str(writer), "--generate", "3"]
+    main_of([*run, "--json", "-o", str(tmp_path / "rows.png")])
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"]["settings"]["query"] == "generated"
+    assert len(found["query_tokens"]) == len(found["scores"]) == 3
+    assert found["query_tokens"] == found["tokens"][-3:]
+    assert (tmp_path / "rows.png").stat().st_size > 5000
+    main_of(run)
+    table = capsys.readouterr().out
+    assert "written" in table
+    assert "rollout, 3 tokens written" in table
+
+
+def test_the_table_has_a_column_for_each_token_written(writer):
+    model = hf.AutoModelForCausalLM.from_pretrained(writer).eval()
+    tokenizer = hf.AutoTokenizer.from_pretrained(writer)
+    trace = capture(model, "Once upon a time", tokenizer=tokenizer, generate=3)
+    scores, labels, name = rows(attnflow.raw(trace, query="generated"))
+    assert (name, len(labels)) == ("written", 3)
+    np.testing.assert_array_equal(
+        scores, attnflow.raw(trace, query=range(len(trace.tokens) - 4, len(trace.tokens) - 1)).scores
+    )
+    assert rows(attnflow.raw(trace, query="generated", layer="all"))[2] == "layer"
+
+
+def test_a_model_without_a_trained_head_does_not_write(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main_of(["text", "Once", "--generate", "3"])
+    assert "it was not trained to write: it has no weights for" in capsys.readouterr().err

@@ -14,10 +14,13 @@ _WORD_STARTS = ("Ġ", "Ċ", "▁")
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 
 
-def load(name: str = demo.TEXT, device: str = "cpu") -> tuple[torch.nn.Module, Any]:
+def load(name: str = demo.TEXT, device: str = "cpu", *, writes: bool = False) -> tuple[torch.nn.Module, Any]:
     """A text model in evaluation mode and its tokenizer, from a local folder, a hub name, or the packaged demo.
 
-    Raises ModuleNotFoundError if transformers or the demo package is missing, ValueError if there is no such model.
+    writes: load it with the head that generates text.
+
+    Raises ModuleNotFoundError if transformers or the demo package is missing, ValueError if there is no such model, or
+    if it was not trained to write.
     """
     try:
         import transformers
@@ -26,7 +29,7 @@ def load(name: str = demo.TEXT, device: str = "cpu") -> tuple[torch.nn.Module, A
     source = str(demo.text_folder()) if name == demo.TEXT else name
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        model: Any = transformers.AutoModel.from_pretrained(source)
+        model: Any = _writer(source) if writes else transformers.AutoModel.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"cannot load a text model from {name!r}: {first_line(error)}; give a folder that save_pretrained wrote, "
@@ -34,6 +37,18 @@ def load(name: str = demo.TEXT, device: str = "cpu") -> tuple[torch.nn.Module, A
         ) from error
     model.config.name_or_path = name  # not the folder that the demo happens to be installed in
     return model.eval().to(device), tokenizer
+
+
+def _writer(source: str) -> Any:
+    """A causal language model, or an encoder-decoder; ValueError if its head has no trained weights."""
+    import transformers
+
+    joint = transformers.AutoConfig.from_pretrained(source).is_encoder_decoder
+    kind: Any = transformers.AutoModelForSeq2SeqLM if joint else transformers.AutoModelForCausalLM
+    model, facts = kind.from_pretrained(source, output_loading_info=True)
+    if facts["missing_keys"]:
+        raise ValueError(f"it was not trained to write: it has no weights for {sorted(facts['missing_keys'])[0]}")
+    return model
 
 
 def first_line(error: BaseException) -> str:

@@ -235,8 +235,8 @@ def _covered(name: str, callers: Counter[str]) -> bool:
 def _remedy(model: torch.nn.Module) -> str:
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     weights = (
-        "say which modules output their weights with weights=, or take the weights that the model returns and give them "
-        "to attnflow.Trace.from_arrays"
+        "say which modules output their weights with weights=, or take the weights that the model returns and give "
+        "them to attnflow.Trace.from_arrays"
     )
     if implementation not in (None, "sdpa", "eager"):
         return f"it was loaded with attn_implementation={implementation!r}: call model.set_attn_implementation('sdpa')"

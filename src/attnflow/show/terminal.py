@@ -14,9 +14,10 @@ from rich.text import Text
 
 from attnflow.relevance import Relevance
 from attnflow.show.colour import GROUND, RGB, Scale, ink, patch_scale, rgb, scale
-from attnflow.show.wording import LONGEST_LABEL, caption, decimals, patches, prefix, visible
+from attnflow.show.wording import LONGEST_LABEL, caption, decimals, patches, prefix, rows, visible
 
 MAP_WIDTH = 48
+HEADER = 10  # columns that a heading may take
 
 
 def show(relevance: Relevance, *, console: Console | None = None) -> None:
@@ -78,13 +79,15 @@ def _folded(text: str, width: int) -> Iterator[str]:
 
 
 def _table(relevance: Relevance, width: int) -> Iterator[Text]:
-    """Tokens down, layers across, in blocks of as many layers as fit the width."""
+    """Tokens down, layers (or tokens written) across, in blocks of as many as fit the width."""
     positions = prefix(relevance) if relevance.grid else list(range(len(relevance.tokens)))
     if not positions:
         return
-    scores = relevance.every_layer.mean(axis=1)[:, positions]
+    scores, columns, name = rows(relevance)
+    scores = scores[:, positions]
     numbers = [[f"{score:.{decimals(scores)}f}" for score in layer] for layer in scores.tolist()]
     cell = 2 + max(len(number) for layer in numbers for number in layer)
+    cell = max(cell, 2 + min(HEADER, max(cell_len(column) for column in columns)))
     labels = _labels([relevance.tokens[position] for position in positions], width - cell - 5)
     margin = 5 + cell_len(labels[0])
     block = max(1, (width - margin) // cell)
@@ -93,13 +96,19 @@ def _table(relevance: Relevance, width: int) -> Iterator[Text]:
         chosen = range(start, min(start + block, len(numbers)))
         if start:
             yield Text()
-        header = "".join(f"{relevance.layers[layer]:>{cell - 1}} " for layer in chosen)
-        yield Text(set_cell_size("layer".rjust(margin - 1), margin) + header, style="dim")
+        header = "".join(_right(columns[layer], cell - 2) for layer in chosen)
+        yield Text(set_cell_size(name.rjust(margin - 1), margin) + header, style="dim")
         for row, (position, label) in enumerate(zip(positions, labels, strict=True)):
             line = Text().append(f"{position:>3} ", style="dim").append(f"{label} ")
             for layer in chosen:
-                line.append_text(_painted(f" {numbers[layer][row]} ", float(scores[layer, row]), ends))
+                line.append_text(_painted(_right(numbers[layer][row], cell - 2), float(scores[layer, row]), ends))
             yield line
+
+
+def _right(label: str, width: int) -> str:
+    """The label at the right of a column, cut where it is wider, with a space on either side."""
+    shown = label if cell_len(label) <= width else set_cell_size(label, width)
+    return f" {' ' * (width - cell_len(shown))}{shown} "
 
 
 def _labels(tokens: Sequence[str], width: int) -> list[str]:

@@ -53,9 +53,26 @@ def method_and_query(relevance: Relevance) -> str:
 
 def query(relevance: Relevance) -> str:
     """Which query the scores explain, by its label and position."""
+    if written(relevance):
+        return f"{len(relevance.queries)} tokens written"
     if len(relevance.queries) == 1:
         return f"query {shortened(relevance.query_tokens[0])} at {relevance.queries[0]}"
     return f"mean over {len(relevance.queries)} queries"
+
+
+def written(relevance: Relevance) -> bool:
+    """Whether the queries are those that wrote tokens."""
+    return relevance.recipe.get("settings", {}).get("query") == "generated"
+
+
+def rows(relevance: Relevance) -> tuple[NDArray[np.float64], list[str], str]:
+    """What tables and maps set against the tokens: scores (row, token), the label of each row, and what rows are.
+
+    A row for each layer, the mean over its queries; of tokens that a model wrote, as one layer sees them, a row each.
+    """
+    if written(relevance) and len(relevance.layers) == 1:
+        return relevance.every_layer[0], [shortened(token) for token in relevance.query_tokens], "written"
+    return relevance.every_layer.mean(axis=1), [str(layer) for layer in relevance.layers], "layer"
 
 
 def layers(relevance: Relevance) -> str:
