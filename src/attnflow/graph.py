@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 from attnflow.mixing import HeadFusion, Transition
@@ -45,6 +45,10 @@ class AttentionGraph:
         """The transitions of the layers under an explained layer, the lowest first."""
         bottom = number if self.bottom is None else self.bottom
         return [self._transition(below, None) for below in range(bottom, number)]
+
+    def evenly(self) -> AttentionGraph:
+        """The same graph as if every layer attended evenly to all that it may attend to."""
+        return replace(self, trace=self.trace.evenly(), head=None)
 
     def _transition(self, number: int, head: int | None) -> Transition:
         return Transition(self.trace.layers[number], number, self.head_fusion, self.residual, head)

@@ -5,11 +5,14 @@ Arrays are ordered (head, query, key).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+
+# A mask is added to logits; exp(-1e4) is 0 in every precision, and -65504 is what half precision models use.
+HIDDEN = -1e4
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +81,16 @@ class AttentionCall:
         weights = logits.softmax(-1)
         return weights if seen == count else torch.nn.functional.pad(weights, (0, count - seen))
 
+    def evenly(self) -> AttentionCall:
+        """The same call if its queries attended evenly to all that they may attend to."""
+        mask = self.mask
+        if mask is not None and mask.dtype.is_floating_point:
+            mask = mask > HIDDEN
+        queries, keys = self.shape[1:]
+        q, k = self.q.new_zeros(1, queries, 1), self.k.new_zeros(1, keys, 1)
+        heads = 1 if mask is None else mask.shape[0]
+        return replace(self, q=q.expand(heads, -1, -1), k=k, mask=mask, gradient=None)
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionWeights:
@@ -108,6 +121,13 @@ class AttentionWeights:
     def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
         """The attention weights (head, query, key) of some queries, as they were given."""
         return self.weights[:, queries]
+
+    def evenly(self) -> AttentionWeights:
+        """The same if its queries attended evenly to all that any head of theirs attends to."""
+        import torch
+
+        allowed = (self.weights != 0).any(0, keepdim=True).to(torch.promote_types(self.weights.dtype, torch.float32))
+        return replace(self, weights=allowed / allowed.sum(-1, keepdim=True).clamp_min(1), gradient=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +172,10 @@ class JointLayer:
         joint[:, rows] = 0
         joint[:, rows, self.keys_at : self.keys_at + keys] = attention
         return joint
+
+    def evenly(self) -> JointLayer:
+        """The same if the positions that the layer concerns attended evenly."""
+        return replace(self, layer=self.layer.evenly())
 
 
 Layer: TypeAlias = AttentionCall | AttentionWeights | JointLayer

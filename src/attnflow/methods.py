@@ -29,6 +29,7 @@ def raw(
     head: int | None = None,
     head_fusion: HeadFusion = "mean",
     residual: float = 0.0,
+    receptive_field: bool = False,
 ) -> Relevance:
     """Raw attention: the weights of one layer, whatever the layers below it did.
 
@@ -45,6 +46,7 @@ def raw(
         head=head,
         head_fusion=head_fusion,
         residual=residual,
+        receptive_field=receptive_field,
     )
 
 
@@ -57,6 +59,7 @@ def rollout(
     head: int | None = None,
     head_fusion: HeadFusion = "mean",
     residual: float | None = None,
+    receptive_field: bool = False,
 ) -> Relevance:
     """Attention rollout: the product of the layers' transitions (Abnar & Zuidema 2020, section 3, equation 1).
 
@@ -69,6 +72,10 @@ def rollout(
     head_fusion: over heads, "mean" (the paper's), "max" or "min".
     residual: the weight of the identity in each transition. None is 0.5, the paper's, for a trace, and 0 for arrays,
     which are taken as the edges of the graph as they stand.
+    receptive_field: divide each score R(q, t) by R0(q, t), the score it would have if every layer attended evenly to
+    all that its mask lets it see: A0(i, j) = 1 / |visible(i)| for visible j. In a causal model early tokens are reached
+    over more routes and score high wherever the model looks (section 6 asks for such a normalisation and
+    gives no formula; this one is ours): 1 then means as much as the place alone explains. Rows no longer sum to 1.
 
     Rows sum to 1 where the transitions' rows do; nothing is renormalised, where the official code divides again.
 
@@ -89,6 +96,7 @@ def rollout(
         head=head,
         head_fusion=head_fusion,
         residual=residual,
+        receptive_field=receptive_field,
     )
 
 
@@ -101,6 +109,7 @@ def flow(
     head: int | None = None,
     head_fusion: HeadFusion = "mean",
     residual: float | None = None,
+    receptive_field: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> Relevance:
     """Attention flow: the maximum flow from each query to each input token (Abnar & Zuidema 2020, section 3).
@@ -130,6 +139,9 @@ def flow(
     results = _flow.flow_of_layers(*capacities(graph), progress=progress)
     checks = [result.checks() for result in results]
     relevance = relevance_of("flow", graph, [result.values for result in results])
+    if receptive_field:
+        field = _flow.flow_of_layers(*capacities(graph.evenly()), progress=progress)
+        relevance = relevance.by_receptive_field(relevance_of("flow", graph, [result.values for result in field]))
     return relevance.with_checks({"layers": checks} if layer == "all" else checks[0])
 
 
@@ -215,6 +227,7 @@ def _explain(
     head: int | None,
     head_fusion: HeadFusion,
     residual: float | None,
+    receptive_field: bool,
 ) -> Relevance:
     """Carry the edges of the explained layers down through the graph below them, and write the recipe."""
     graph = attention_graph(
@@ -226,7 +239,15 @@ def _explain(
         head_fusion=head_fusion,
         residual=residual,
     )
-    return relevance_of(method, graph, [carry(graph.top(number), graph.below(number)) for number in graph.explained])
+    relevance = relevance_of(method, graph, _carried(carry, graph))
+    if receptive_field:
+        return relevance.by_receptive_field(relevance_of(method, graph, _carried(carry, graph.evenly())))
+    return relevance
+
+
+def _carried(carry: Carry, graph: AttentionGraph) -> list[Any]:
+    """The scores (query, token) of each explained layer."""
+    return [carry(graph.top(number), graph.below(number)) for number in graph.explained]
 
 
 def capacities(graph: AttentionGraph) -> tuple[list[Any], list[Any]]:

@@ -83,6 +83,14 @@ class Relevance:
         scores = np.divide(self.scores, total, out=np.zeros_like(self.scores), where=total != 0)
         return replace(self, scores=scores, recipe={**self.recipe, "scaling": "each row divided by its sum"})
 
+    def by_receptive_field(self, field: Relevance) -> Relevance:
+        """The same divided by the relevance that places alone would have, `field`: 1 is as much as its place explains.
+
+        Where a place has none, the result is 0.
+        """
+        scores = np.divide(self.scores, field.scores, out=np.zeros_like(self.scores), where=field.scores > 0)
+        return replace(self, scores=scores, recipe={**self.recipe, "scaling": "divided by the receptive field"})
+
     def by_word(self) -> Relevance:
         """The same with the pieces of each word merged: scores are summed over them as tokens, averaged as queries.
 

@@ -7,7 +7,7 @@ the top. Arrays are ordered (layer, head, query, key).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 
 from attnflow.layers import AttentionWeights, Layer
@@ -101,6 +101,10 @@ class Trace:
         if self.decoder_start is not None or all(layer.causal for layer in self.layers):
             return len(self.tokens) - 1
         return 0 if self.roles[0] in ("special", "prefix") else None
+
+    def evenly(self) -> Trace:
+        """The same trace as if every layer attended evenly to all that it may attend to: its receptive field."""
+        return replace(self, layers=tuple(layer.evenly() for layer in self.layers))
 
     def sinks(self, share: float = 0.3) -> list[Sink]:
         """The tokens that receive at least `share` of a layer's attention, mean over heads and queries; layer 0 first.

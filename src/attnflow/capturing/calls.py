@@ -11,9 +11,6 @@ import torch.nn.functional as F
 
 from attnflow.layers import AttentionCall
 
-# A mask is added to logits; exp(-1e4) is 0 in every precision, and -65504 is what half precision models use.
-HIDDEN = -1e4
-
 # What a call's output may differ from weights times values, as a share of the largest: rounding in its precision.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _ROWS_CHECKED = 8

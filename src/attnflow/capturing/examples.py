@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from attnflow.capturing.calls import HIDDEN, Call, FusedCall, LeftOut, WeightedSum
+from attnflow.capturing.calls import Call, FusedCall, LeftOut, WeightedSum
 from attnflow.capturing.recorder import Recording
-from attnflow.layers import AttentionCall, AttentionWeights, JointLayer, Layer, WeightsGradient
+from attnflow.layers import HIDDEN, AttentionCall, AttentionWeights, JointLayer, Layer, WeightsGradient
 
 Stream: TypeAlias = Literal["encoder", "decoder", "cross"]
 Kept: TypeAlias = FusedCall | WeightedSum

@@ -43,6 +43,8 @@ class Options:
     """How heads become one matrix."""
     residual: float | None = None
     """The weight of the identity in each layer; by default 0.5, and 0 for raw attention."""
+    receptive_field: Annotated[bool, Parameter(negative=())] = False
+    """Divide by what each token's place alone would explain, if attention were even; for causal models."""
     words: Annotated[bool, Parameter(negative=())] = False
     """Merge the pieces of each word: summed as tokens, averaged as queries."""
     drop: Annotated[tuple[Literal["special", "prefix"], ...], Parameter(negative=(), show_default=False)] = ()
@@ -179,6 +181,7 @@ def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevan
         "layer": layer if layer == "all" else integer("--layer", layer),
         "head": options.head,
         "head_fusion": options.head_fusion,
+        "receptive_field": options.receptive_field,
     }
     if options.residual is not None:
         settings["residual"] = options.residual
