@@ -445,7 +445,7 @@ def maxvit():
     """Windows, and between them convolutions that mix neighbours."""
     import timm
 
-    settings = {"img_size": 64, "embed_dim": (16, 32), "depths": (1, 1), "block_type": ("M",) * 2, "stem_width": 16}
+    settings = {"img_size": 64, "embed_dim": (32, 64), "depths": (1, 1), "block_type": ("M",) * 2, "stem_width": 32}
     return timm.create_model("maxvit_tiny_rw_224", **settings).eval(), {"x": images(64, 64)}
 
 

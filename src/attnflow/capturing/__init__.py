@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -63,7 +63,7 @@ def capture(
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
     recording, output = record(model, args, kwargs, chosen)
     stack = examples.stack(recording, model, kwargs.get("attention_mask"), kwargs.get("decoder_attention_mask"))
-    grid = recording.patches and recording.patches[1:]
+    grid = cast("Grid | None", recording.patches and recording.patches[1:])
     labels = _Labels(model, tokenizer, ids, kwargs.get("decoder_input_ids"), grid, tokens)
     if stack is None or _is_in_another_order(stack, recording, ids):
         placed = placing.place(model, args, kwargs, recording)
