@@ -135,6 +135,21 @@ def test_text_and_image_in_one_stream():
     assert capture(model, alone, tokens=names).tokens == tuple(names)
 
 
+def test_words_beside_an_image(minilm):
+    """With a tokenizer the text has words and special tokens as ever, and every patch is a word of its own."""
+    _, tokenizer = minilm
+    config = hf.ViltConfig(**{**VISION, "vocab_size": len(tokenizer)})
+    text = tokenizer("Untranslatable keys", return_tensors="pt")
+    trace = capture(hf.ViltModel(config).eval(), {**text, "pixel_values": images()[:1]}, tokenizer=tokenizer)
+    count = text["input_ids"].shape[1]
+    assert (trace.tokens[0], trace.roles[0], trace.roles[count - 1 : count + 2]) == (
+        "[CLS]", "special", ("special", "prefix", "patch"),
+    )  # fmt: skip
+    merged = attnflow.rollout(trace, query=0).by_word()
+    assert merged.tokens[:6] == ("[CLS]", "untranslatable", "keys", "[SEP]", "[CLS]", "0,0")
+    assert trace.groups["text"] == tuple(range(count))
+
+
 def test_patches_that_fill_no_grid_have_places_all_the_same():
     config = hf.ViltConfig(**{**VISION, "vocab_size": 99, "max_image_length": 10})
     trace = capture(hf.ViltModel(config).eval(), {"input_ids": IDS[:1], "pixel_values": images()[:1]})
@@ -461,6 +476,14 @@ def siglip():
     return model, {"input_ids": IDS, "pixel_values": images()}
 
 
+def llava():
+    text = hf.LlamaConfig(**TEXT, num_key_value_heads=2)
+    vision = hf.CLIPVisionConfig(**VISION)
+    model = hf.LlavaModel(hf.LlavaConfig(vision_config=vision, text_config=text, image_token_id=98))
+    ids = torch.tensor([[1, *[98] * 16, 5, 6]])
+    return model.eval(), {"input_ids": ids, "pixel_values": images()[:1]}
+
+
 def masked_video():
     mask = torch.arange(12).lt(5).repeat(2, 1)
     return FAMILIES["videomae"]()[0], {"pixel_values": video(), "bool_masked_pos": mask}
@@ -546,6 +569,7 @@ REFUSED = {
     channels: "over 3 positions, fewer than the 4 x 4 patches that it was given: it attends over channels",
     masked_video: "over 7 positions, fewer than the 2 x 2 x 3 patches .* leaves some out",
     towers_of_one_size: "several towers, model.vision_model and model.text_model",
+    llava: "several towers, model.vision_tower and model.language_model",
     siglip: "several towers, model.vision_model and model.text_model",
     mlp: "no attention was seen in Sequential",
     training: r"model\.eval\(\)",

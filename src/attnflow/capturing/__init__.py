@@ -127,12 +127,19 @@ class _Labels:
     def of_placed(self, index: int, placed: placing.Placed) -> _Labelled:
         """The same of an example whose patches were placed: text, prefix tokens, patches."""
         ids = self.ids[index].tolist() if self.ids is not None else []
-        text = placed.kept[: len(ids)].tolist()
-        tokens, roles, _ = huggingface.labels([i for i, kept in zip(ids, text, strict=True) if kept], self.tokenizer)
+        if len(ids) > len(placed.kept):
+            raise ValueError(
+                f"the model was given {len(ids)} token ids, but has {len(placed.kept)} positions beside the patches"
+            )
+        text = [i for i, kept in zip(ids, placed.kept.tolist(), strict=False) if kept]
+        tokens, roles, words = huggingface.labels(text, self.tokenizer)
         prefix = vision.prefix_labels(self.model, int(placed.kept[len(ids) :].sum()))
         tokens += [*prefix, *map(vision.place_label, placed.places)]
-        seen: list[Role] = ["prefix" if number < len(prefix) else "patch" for number in range(len(tokens) - len(roles))]
-        return self._named(tokens, index), (*roles, *seen), placed.grid, None, None
+        count = len(prefix) + len(placed.places)
+        more: list[Role] = ["prefix" if number < len(prefix) else "patch" for number in range(count)]
+        if words:
+            words += range(max(words) + 1, max(words) + 1 + count)
+        return self._named(tokens, index), (*roles, *more), placed.grid, None, tuple(words) if words else None
 
     def _named(self, tokens: list[str], index: int) -> tuple[str, ...]:
         """The labels of one example, or those that were given instead."""

@@ -124,6 +124,8 @@ def _ask(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     for bit in range(int(numbers.max()).bit_length()):
         ones, zeros = (holding((numbers >> bit) & 1 == value) for value in (1, 0))
         for call, one, zero in zip(held, ones, zeros, strict=True):
+            if (call.some & ~one & ~zero).any():
+                raise LookupError("some tokens are changed by all patches together, and by no half of them")
             call.patches[:] |= (one & ~zero).astype(np.int64) << bit
             call.both[:] |= (one & zero).astype(np.int64) << bit
     return held
