@@ -26,12 +26,20 @@ ONES = torch.ones(2, 7, dtype=torch.long)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18]])
 
 
+VISION = {**SMALL, "image_size": 32, "patch_size": 8}
+VIDEO = {**SMALL, "image_size": (16, 24), "num_frames": 4}
+
+
 def images(height=32, width=32):
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
-def huggingface(model_class, config, kernel="sdpa", **inputs):
-    """A model with its kernel beside the same weights with eager attention."""
+def video():
+    return torch.randn(2, 4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+
+
+def huggingface(model_class, config, kernel="sdpa", tower=None, **inputs):
+    """A model, or one tower of it, with its kernel beside the same weights with eager attention."""
     torch.manual_seed(0)
     config._attn_implementation = kernel
     model = model_class(config).eval()
@@ -39,6 +47,7 @@ def huggingface(model_class, config, kernel="sdpa", **inputs):
     twin_config._attn_implementation = "eager"
     twin = model_class(twin_config).eval()
     twin.load_state_dict(model.state_dict())
+    model, twin = (whole.get_submodule(tower or "") for whole in (model, twin))
 
     def expected():
         with torch.no_grad():
@@ -99,6 +108,52 @@ def multi_head(model, inputs, call):
         return seen
 
     return model, inputs, expected
+
+
+def into_dropout(model, kinds, inputs):
+    """The weights (batch, head, query, key) that go into the dropouts of modules of some kinds, in forward order."""
+    seen, hooks = [], []
+    for module in model.modules():
+        for part in module.children() if isinstance(module, kinds) else ():
+            if isinstance(part, torch.nn.Dropout):
+                hooks.append(part.register_forward_hook(lambda _, args, __: seen.append(args[0])))
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return [weights for weights in seen if weights.ndim == 4]
+
+
+def at_places(weights, places, size):
+    """Weights (batch * window, head, token, token) among `size` positions, given the windows' places (window, token).
+
+    Positions outside all windows attend to themselves, those in several to the mean of what their copies attend to.
+    """
+    windows = weights.unflatten(0, (-1, len(places)))
+    joint, copies = torch.zeros(len(windows), windows.shape[2], size, size), torch.zeros(size)
+    for window, place in enumerate(places):
+        joint[:, :, place[:, None], place] += windows[:, window]
+        copies[place] += 1
+    outside = (copies == 0).nonzero().flatten()
+    joint[:, :, outside, outside] = 1
+    return joint / copies.clamp(min=1)[:, None]
+
+
+def shifted_windows(rows, columns, shift):
+    """The places (window, token) of windows of 4 x 4 over patches rolled up and to the left (Liu et al. 2021)."""
+    places = torch.arange(rows * columns).view(rows, columns).roll((-shift, -shift), (0, 1))
+    return places.view(rows // 4, 4, columns // 4, 4).transpose(1, 2).reshape(-1, 16)
+
+
+def swin_layers(weights):
+    """Two layers over 8 x 16 patches, the second shifted, merging two by two, and one layer over 4 x 8."""
+    quarters = torch.arange(128).view(4, 2, 8, 2).transpose(1, 2).reshape(32, 4)
+    return [
+        at_places(weights[0], shifted_windows(8, 16, 0), 128),
+        at_places(weights[1], shifted_windows(8, 16, 2), 128),
+        torch.zeros(32, 128).scatter(1, quarters, 0.25).expand(2, 1, -1, -1),
+        at_places(weights[2], shifted_windows(4, 8, 0), 32),
+    ]
 
 
 def bert():
@@ -255,6 +310,156 @@ def clip_text():
     return huggingface(hf.CLIPTextModel, hf.CLIPTextConfig(**{**TEXT, "eos_token_id": 11}), input_ids=IDS)
 
 
+def clip_vision_tower():
+    config = hf.CLIPConfig(text_config={**TEXT, "eos_token_id": 11}, vision_config=VISION)
+    return huggingface(hf.CLIPModel, config, tower="vision_model", pixel_values=images())
+
+
+def clip_text_tower():
+    config = hf.CLIPConfig(text_config={**TEXT, "eos_token_id": 11}, vision_config=VISION)
+    return huggingface(hf.CLIPModel, config, tower="text_model", input_ids=IDS)
+
+
+def siglip_text_tower():
+    config = hf.SiglipConfig(text_config=TEXT, vision_config=VISION)
+    return huggingface(hf.SiglipModel, config, tower="text_model", input_ids=IDS)
+
+
+def siglip_vision_tower():
+    config = hf.SiglipConfig(text_config=TEXT, vision_config=VISION)
+    model, inputs, stack = huggingface(hf.SiglipModel, config, tower="vision_model", pixel_values=images())
+    _, _, pooling = multi_head(model, inputs, lambda model, inputs: model(**inputs))
+    return model, inputs, lambda: [*stack(), *pooling()]
+
+
+def vilt():
+    """Text, [CLS] and patches in one stream, the second example with padding in both."""
+    torch.manual_seed(0)
+    model = hf.ViltModel(hf.ViltConfig(**{**VISION, "vocab_size": 99, "max_image_length": -1})).eval()
+    mask, shown = torch.ones(2, 7, dtype=torch.long), torch.ones(2, 32, 48, dtype=torch.long)
+    mask[1, 5:], shown[1, :, 32:], shown[1, 24:] = 0, 0, 0
+    inputs = {"input_ids": IDS, "attention_mask": mask, "pixel_values": images(32, 48), "pixel_mask": shown}
+
+    def expected():
+        embed, chosen = model.embeddings.visual_embed, []
+
+        def watched(*args, **kwargs):
+            result = embed(*args, **kwargs)
+            chosen.append(result[2][0])
+            return result
+
+        model.embeddings.visual_embed = watched
+        with torch.no_grad():
+            attentions = model(**inputs, output_attentions=True).attentions
+        del model.embeddings.visual_embed
+        # Patches come in random order, with masked ones among them: row and column tell.
+        orders = []
+        for example, (text, rows, columns) in enumerate(((7, 4, 6), (5, 3, 4))):
+            at = {tuple(place): 8 + number for number, place in enumerate(chosen[0][example].tolist())}
+            patches = [at[row, column] for row in range(rows) for column in range(columns)]
+            orders.append(torch.tensor([*range(text), 7, *patches]))
+        return [[one[:, order][..., order] for one, order in zip(layer, orders, strict=True)] for layer in attentions]
+
+    return model, inputs, expected
+
+
+def videomae():
+    return huggingface(hf.VideoMAEModel, hf.VideoMAEConfig(**VIDEO, patch_size=8), pixel_values=video())
+
+
+def vivit():
+    return huggingface(hf.VivitModel, hf.VivitConfig(**VIDEO, tubelet_size=[2, 8, 8]), pixel_values=video())
+
+
+def timesformer(attention_type):
+    torch.manual_seed(0)
+    config = hf.TimesformerConfig(**SMALL, image_size=16, patch_size=8, num_frames=4, attention_type=attention_type)
+    model, inputs = hf.TimesformerModel(config).eval(), {"pixel_values": video()[..., :16]}
+    kind = hf.models.timesformer.modeling_timesformer.TimesformerSelfAttention
+    return model, inputs, lambda: into_dropout(model, kind, inputs)
+
+
+def timesformer_divided_space_time():
+    model, inputs, weights = timesformer("divided_space_time")
+    patches = 1 + torch.arange(16).view(4, 4)  # (frame, place)
+    frames = torch.cat([torch.zeros(4, 1, dtype=torch.long), patches], 1)
+    return model, inputs, lambda: [at_places(one, (patches.mT, frames)[n % 2], 17) for n, one in enumerate(weights())]
+
+
+def timesformer_joint_space_time():
+    model, inputs, weights = timesformer("joint_space_time")
+    order = torch.cat([torch.zeros(1, dtype=torch.long), 1 + torch.arange(16).view(4, 4).mT.flatten()])
+    return model, inputs, lambda: [at_places(one, order[None], 17) for one in weights()]
+
+
+def swin():
+    config = hf.SwinConfig(image_size=(32, 64), window_size=4, embed_dim=16, depths=[2, 1], num_heads=[2, 4])
+    config._attn_implementation = "sdpa"
+    model = hf.SwinModel(config).eval()
+    inputs = {"pixel_values": images(32, 64)}
+
+    def expected():
+        model.set_attn_implementation("eager")
+        seen, attend = [], hf.models.swin.modeling_swin.SwinAttention
+        hooks = [
+            m.register_forward_hook(lambda *call: seen.append(call[2][1]))
+            for m in model.modules()
+            if isinstance(m, attend)
+        ]
+        with torch.no_grad():
+            model(**inputs)
+        for hook in hooks:
+            hook.remove()
+        model.set_attn_implementation("sdpa")
+        return swin_layers(seen)
+
+    return model, inputs, expected
+
+
+def swin_v2():
+    torch.manual_seed(0)
+    config = hf.Swinv2Config(image_size=(32, 64), window_size=4, embed_dim=16, depths=[2, 1], num_heads=[2, 4])
+    model, inputs = hf.Swinv2Model(config).eval(), {"pixel_values": images(32, 64)}
+    kind = hf.models.swinv2.modeling_swinv2.Swinv2SelfAttention
+    return model, inputs, lambda: swin_layers(into_dropout(model, kind, inputs))
+
+
+def timm_swin():
+    torch.manual_seed(0)
+    settings = {"img_size": (32, 64), "window_size": 4, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4)}
+    model, inputs = timm.create_model("swin_tiny_patch4_window7_224", **settings).eval(), {"x": images(32, 64)}
+    kind = timm.models.swin_transformer.WindowAttention
+    return model, inputs, lambda: swin_layers(into_dropout(model, kind, inputs))
+
+
+def torchvision_swin():
+    torch.manual_seed(0)
+    settings = {"patch_size": [4, 4], "window_size": [4, 4], "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4]}
+    model = torchvision.models.SwinTransformer(**settings).eval()
+    inputs = {"x": images(32, 64)}
+
+    def expected():
+        seen, softmax = [], torch.nn.functional.softmax
+        torch.nn.functional.softmax = lambda *args, **kwargs: seen.append(softmax(*args, **kwargs)) or seen[-1]
+        try:
+            with torch.no_grad():
+                model(**inputs)
+        finally:
+            torch.nn.functional.softmax = softmax
+        return swin_layers(seen)
+
+    return model, inputs, expected
+
+
+def beit_not_square():
+    config = hf.BeitConfig(**SMALL, image_size=(32, 48), patch_size=8, use_relative_position_bias=True)
+    return huggingface(hf.BeitModel, config, pixel_values=images(32, 48))
+
+
+def timm_eva02_not_square():
+    return timm_model("eva02_tiny_patch14_224", size=(42, 70))
+
+
 def timm_vit():
     return timm_model("vit_tiny_patch16_224")
 
@@ -349,25 +554,38 @@ def hand_written():
     return model, {"x": x}, expected
 
 
-HELPERS = {"images", "huggingface", "timm_model", "unfused", "multi_head"}
+HELPERS = {
+    "images",
+    "video",
+    "huggingface",
+    "timm_model",
+    "unfused",
+    "multi_head",
+    "into_dropout",
+    "at_places",
+    "shifted_windows",
+    "swin_layers",
+    "timesformer",
+}
 FAMILIES = {
     name: function
     for name, function in dict(globals()).items()
     if inspect.isfunction(function) and function.__module__ == __name__ and name not in HELPERS
 }
 
-# Those whose own weights autograd can reach by another road.
+# Those whose own weights autograd can reach by another road; not nn.MultiheadAttention's, nor calls placed in a grid.
 WITH_GRADIENTS = [
     name
     for name in FAMILIES
-    if name not in ("bert_of_two_kernels", "torchvision_vit") and not name.startswith(("transformer_", "hand_written"))
+    if name not in ("bert_of_two_kernels", "torchvision_vit", "siglip_vision_tower", "vilt")
+    and not name.startswith(("transformer_", "hand_written", "timesformer", "swin", "timm_swin", "torchvision_swin"))
 ]
 
 
 def coverage() -> str:
     """docs/coverage.md: what capture is proved on, family by family."""
     from attnflow import capture
-    from attnflow.layers import AttentionWeights
+    from attnflow.layers import AttentionWeights, MergingLayer, WindowLayer
 
     rows = []
     for name, family in FAMILIES.items():
@@ -376,14 +594,19 @@ def coverage() -> str:
         modules = dict(model.named_modules())
         ways = dict.fromkeys(
             "softmax by hand"
-            if isinstance(layer, AttentionWeights)
+            if isinstance(layer, AttentionWeights) or isinstance(getattr(layer, "windows", [None])[0], AttentionWeights)
             else "nn.MultiheadAttention"
             if isinstance(modules[layer.name], torch.nn.MultiheadAttention)
             else "fused kernel"
             for layer in trace.layers
+            if not isinstance(layer, MergingLayer)
         )
         origin = type(model).__module__.split(".")[0].replace("families", "by hand").replace("__main__", "by hand")
-        positions = f"{trace.grid[0]} x {trace.grid[1]} patches" if trace.grid else "tokens"
+        positions = f"{' x '.join(map(str, trace.grid))} patches" if trace.grid else "tokens"
+        if "image" in trace.groups:
+            positions = f"tokens, {positions}"
+        elif any(isinstance(layer, WindowLayer) for layer in trace.layers):
+            positions = f"{positions}, in windows"
         prefix = " ".join(token for token, role in zip(trace.tokens, trace.roles, strict=True) if role == "prefix")
         causal = "causal" if all(layer.causal for layer in trace.layers) else ""
         cells = (

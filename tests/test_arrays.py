@@ -177,6 +177,17 @@ def test_labels_must_fit():
         Trace.from_arrays(weights, roles=["prefix", "patch", "patch", "patch"], grid=(2, 2))
 
 
+def test_groups_hold_every_position_once():
+    roles = ["special", "text", "prefix", "patch", "patch"]
+    weights = attention(2, 5, 5)
+    assert Trace.from_arrays(weights, roles=roles).groups == {"text": (0, 1), "image": (2, 3, 4)}
+    assert Trace.from_arrays(weights, roles=roles, grid=(2, 1, 1)).groups == {"text": (0, 1), "video": (2, 3, 4)}
+    assert Trace.from_arrays(weights).groups == {"text": (0, 1, 2, 3, 4)}
+    image = Trace.from_arrays(weights, roles=["prefix", *["patch"] * 4], grid=(2, 2))
+    assert image.groups == {"prefix": (0,), "patch": (1, 2, 3, 4)}
+    assert attnflow.group_flow(image).tokens == ("prefix", "patch")
+
+
 def test_given_arrays_are_not_changed():
     weights = attention(2, 2, 4, 4)
     before = weights.copy()

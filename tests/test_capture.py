@@ -11,10 +11,12 @@ import torch
 import transformers as hf
 from torch.overrides import _len_torch_function_stack
 
+import attnflow
 from attnflow import capture, memory
 from attnflow.capturing.calls import LeftOut
 from attnflow.capturing.recorder import record
-from families import FAMILIES, IDS, SMALL, TEXT, WITH_GRADIENTS, images, unfused
+from attnflow.layers import MergingLayer
+from families import FAMILIES, IDS, SMALL, TEXT, VISION, WITH_GRADIENTS, images, unfused, video
 
 
 def tensors(output):
@@ -46,7 +48,7 @@ def test_attention_equals_the_models_own(family):
     traces = as_list(capture(model, inputs))
     weights = expected()
     assert len(traces) == 2
-    assert len(weights) == 3
+    assert len(weights) >= 3
     for example, trace in enumerate(traces):
         assert len(trace.layers) == len(weights)
         for layer, own in zip(trace.layers, weights, strict=True):
@@ -58,8 +60,10 @@ def test_attention_equals_the_models_own(family):
 def test_outputs_and_model_are_as_without_capture(family):
     model, inputs, _ = FAMILIES[family]()
     before = state(model)
+    torch.manual_seed(0)  # of the order in which ViLT takes its patches
     with torch.no_grad():
         plain = tensors(model(**inputs))
+    torch.manual_seed(0)
     traces = as_list(capture(model, inputs))
     seen = tensors(traces[0].output)
     assert len(seen) == len(plain)
@@ -73,17 +77,15 @@ def test_outputs_and_model_are_as_without_capture(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_come_in_forward_order_with_module_names(family):
     model, inputs, _ = FAMILIES[family]()
-    names = [layer.name for layer in as_list(capture(model, inputs))[0].layers]
+    layers = as_list(capture(model, inputs))[0].layers
+    names = [layer.name for layer in layers if not isinstance(layer, MergingLayer)]
     modules = dict(model.named_modules())
     assert all(name in modules for name in names)
     numbers = [int(re.findall(r"\d+", name)[0]) for name in names if re.search(r"\d", name)]
     assert numbers == sorted(numbers)
-    if family not in (
-        "albert",
-        "hand_written",
-        "hand_written_softmax",
-    ):  # shared layers; calls made by the model itself
-        assert numbers == [0, 1, 2]
+    shared_or_nameless = ("albert", "hand_written", "hand_written_softmax")
+    if family not in shared_or_nameless and "swin" not in family:
+        assert list(dict.fromkeys(numbers)) == [0, 1, 2]
 
 
 PREFIXES = {
@@ -112,11 +114,100 @@ def test_patches_have_places_and_prefix_tokens_names(family):
     assert trace.readout == 0
 
 
+def test_text_and_image_in_one_stream():
+    """ViLT takes its patches in random order; in the trace they stand at their places, each image with its own grid."""
+    model, inputs, _ = FAMILIES["vilt"]()
+    torch.manual_seed(1)
+    traces = capture(model, inputs)
+    shapes = [((4, 6), 7), ((3, 4), 5)]
+    for trace, (grid, text) in zip(traces, shapes, strict=True):
+        assert trace.grid == grid
+        assert trace.tokens[text : text + 3] == ("[CLS]", "0,0", "0,1")
+        assert trace.tokens[-1] == f"{grid[0] - 1},{grid[1] - 1}"
+        assert trace.roles == ("text",) * text + ("prefix",) + ("patch",) * (grid[0] * grid[1])
+        assert trace.groups == {"text": tuple(range(text)), "image": tuple(range(text, len(trace.tokens)))}
+    exchange = attnflow.group_flow(traces[1], layer=-1)
+    assert exchange.tokens == ("text", "image")
+    torch.manual_seed(2)
+    for one, other in zip(traces, capture(model, inputs), strict=True):
+        np.testing.assert_allclose(attnflow.rollout(one).scores, attnflow.rollout(other).scores, atol=1e-6)
+    names = [f"name {number}" for number in range(7 + 1 + 24)]
+    alone = {name: value[:1] for name, value in inputs.items()}
+    assert capture(model, alone, tokens=names).tokens == tuple(names)
+
+
+def test_words_beside_an_image(minilm):
+    """With a tokenizer the text has words and special tokens as ever, and every patch is a word of its own."""
+    _, tokenizer = minilm
+    config = hf.ViltConfig(**{**VISION, "vocab_size": len(tokenizer)})
+    text = tokenizer("Untranslatable keys", return_tensors="pt")
+    trace = capture(hf.ViltModel(config).eval(), {**text, "pixel_values": images()[:1]}, tokenizer=tokenizer)
+    count = text["input_ids"].shape[1]
+    assert (trace.tokens[0], trace.roles[0], trace.roles[count - 1 : count + 2]) == (
+        "[CLS]", "special", ("special", "prefix", "patch"),
+    )  # fmt: skip
+    merged = attnflow.rollout(trace, query=0).by_word()
+    assert merged.tokens[:6] == ("[CLS]", "untranslatable", "keys", "[SEP]", "[CLS]", "0,0")
+    assert trace.groups["text"] == tuple(range(count))
+
+
+def test_patches_that_fill_no_grid_have_places_all_the_same():
+    config = hf.ViltConfig(**{**VISION, "vocab_size": 99, "max_image_length": 10})
+    trace = capture(hf.ViltModel(config).eval(), {"input_ids": IDS[:1], "pixel_values": images()[:1]})
+    places = [tuple(map(int, token.split(","))) for token in trace.tokens[8:]]
+    assert trace.grid is None
+    assert trace.roles.count("patch") == 10
+    assert places == sorted(set(places))
+
+
+@pytest.mark.parametrize(
+    "family", ["videomae", "vivit", "timesformer_divided_space_time", "timesformer_joint_space_time"]
+)
+def test_patches_of_a_video_have_places_in_time(family):
+    model, inputs, _ = FAMILIES[family]()
+    trace = capture(model, inputs)[0]
+    frames, rows, columns = trace.grid
+    patches = [token for token, role in zip(trace.tokens, trace.roles, strict=True) if role == "patch"]
+    assert patches == [f"{t},{i},{j}" for t in range(frames) for i in range(rows) for j in range(columns)]
+    assert trace.tokens[0] == ("0,0,0" if family == "videomae" else "[CLS]")
+    rollout = attnflow.rollout(trace)
+    assert rollout.grid == trace.grid
+    np.testing.assert_allclose(rollout.scores.sum(-1), 1, atol=1e-6)
+
+
+def test_divided_attention_mixes_time_and_space_in_turn():
+    model, inputs, _ = FAMILIES["timesformer_divided_space_time"]()
+    trace = capture(model, inputs)[0]
+    once = attnflow.rollout(trace, layer=0).scores
+    assert once[0].nonzero()[0].tolist() == [0]
+    assert once[1].nonzero()[0].tolist() == [1, 5, 9, 13]  # the same place in four frames
+    assert (attnflow.rollout(trace, layer=1).scores[1] > 0).all()
+
+
+@pytest.mark.parametrize("family", ["swin", "swin_v2", "timm_swin", "torchvision_swin"])
+def test_windows_and_merging_carry_rollout_and_flow_to_every_patch(family):
+    model, inputs, expected = FAMILIES[family]()
+    trace = capture(model, inputs)[1]
+    assert [layer.shape[1:] for layer in trace.layers] == [(128, 128), (128, 128), (32, 128), (32, 32)]
+    assert trace.grid == (8, 16)
+    first, second, merging, last = (weights[1].mean(0).double().numpy() for weights in expected())
+    mixed = [0.5 * weights + 0.5 * np.eye(len(weights)) for weights in (first, second, last)]
+    product = mixed[2] @ merging @ mixed[1] @ mixed[0]
+    np.testing.assert_allclose(attnflow.rollout(trace).scores, product, atol=1e-6)
+    flow = attnflow.flow(trace, query=5)
+    assert (flow.scores >= product[5] - 1e-6).all()
+    assert flow.grid == (8, 16)
+
+
+def test_windows_of_a_gradients_target_keep_gradients():
+    model, inputs, _ = FAMILIES["swin"]()
+    trace = capture(model, inputs, target=lambda output: output.pooler_output.sum(-1))[0]
+    assert all(window.gradient.of([0]).abs().max() > 0 for window in trace.layers[1].windows)
+
+
 @pytest.mark.parametrize("library", ["transformers", "timm"])
 def test_pooling_by_attention_is_a_layer_without_residual(library):
     import timm
-
-    import attnflow
 
     torch.manual_seed(0)
     if library == "timm":
@@ -360,16 +451,18 @@ def text_model(model_class, config_class, **settings):
     return model_class(config_class(**{**TEXT, **settings})).eval()
 
 
-def swin():
-    config = hf.SwinConfig(image_size=32, patch_size=4, window_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2])
-    return hf.SwinModel(config).eval(), {"pixel_values": images()}
+def padded_swin():
+    """Windows that do not divide the image: the model attends to the padding that it adds."""
+    model, _, _ = FAMILIES["swin"]()
+    return model, {"pixel_values": images(40, 64)}
 
 
-def timm_swin():
+def maxvit():
+    """Windows, and between them convolutions that mix neighbours."""
     import timm
 
-    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1), num_heads=(2, 2), embed_dim=16).eval()
-    return model, {"x": images(224, 224)}
+    settings = {"img_size": 64, "embed_dim": (32, 64), "depths": (1, 1), "block_type": ("M",) * 2, "stem_width": 32}
+    return timm.create_model("maxvit_tiny_rw_224", **settings).eval(), {"x": images(64, 64)}
 
 
 def towers_of_one_size():
@@ -379,15 +472,22 @@ def towers_of_one_size():
     return model, {**inputs, "input_ids": ids}
 
 
-def divided_space_time():
-    config = hf.TimesformerConfig(**SMALL, image_size=16, patch_size=8, num_frames=2)
-    return hf.TimesformerModel(config).eval(), {"pixel_values": torch.randn(1, 2, 3, 16, 16)}
+def siglip():
+    model = hf.SiglipModel(hf.SiglipConfig(text_config=TEXT, vision_config=VISION)).eval()
+    return model, {"input_ids": IDS, "pixel_values": images()}
 
 
-def text_and_patches():
-    config = hf.ViltConfig(**{**SMALL, "vocab_size": 99, "image_size": 32, "patch_size": 8})
-    mask = torch.ones(2, 32, 32, dtype=torch.long)
-    return hf.ViltModel(config).eval(), {"input_ids": IDS, "pixel_values": images(), "pixel_mask": mask}
+def llava():
+    text = hf.LlamaConfig(**TEXT, num_key_value_heads=2)
+    vision = hf.CLIPVisionConfig(**VISION)
+    model = hf.LlavaModel(hf.LlavaConfig(vision_config=vision, text_config=text, image_token_id=98))
+    ids = torch.tensor([[1, *[98] * 16, 5, 6]])
+    return model.eval(), {"input_ids": ids, "pixel_values": images()[:1]}
+
+
+def masked_video():
+    mask = torch.arange(12).lt(5).repeat(2, 1)
+    return FAMILIES["videomae"]()[0], {"pixel_values": video(), "bool_masked_pos": mask}
 
 
 def mlp():
@@ -399,8 +499,7 @@ def training():
 
 
 def clip():
-    text, vision = {**TEXT, "eos_token_id": 11}, {**SMALL, "image_size": 32, "patch_size": 8}
-    model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
+    model = hf.CLIPModel(hf.CLIPConfig(text_config={**TEXT, "eos_token_id": 11}, vision_config=VISION)).eval()
     return model, {"input_ids": IDS, "pixel_values": images()}
 
 
@@ -465,17 +564,18 @@ def prompt_tuning():
 
 
 REFUSED = {
-    swin: "not one stack of square layers.*windows",
-    timm_swin: "not one stack of square layers.*windows",
-    xcit: "not one stack of square layers",
-    channels: "over 3 positions, fewer than the 4 x 4 patches of the image: it attends over channels",
-    towers_of_one_size: "several towers",
-    divided_space_time: "not one stack of square layers",
-    text_and_patches: "positions, but was given 7 token ids.*tokens=",
+    padded_swin: "not one stack of square layers.*cannot be placed.*behind its patches that hold none: padding",
+    maxvit: "not one stack of square layers.*cannot be placed",
+    xcit: "not one stack of square layers.*cannot be placed.*hold several patches each, or are channels",
+    channels: "over 3 positions, fewer than the 4 x 4 patches that it was given: it attends over channels",
+    masked_video: "over 7 positions, fewer than the 2 x 2 x 3 patches .* leaves some out",
+    towers_of_one_size: "several towers, model.vision_model and model.text_model",
+    llava: "several towers, model.vision_tower and model.language_model",
+    siglip: "several towers, model.vision_model and model.text_model",
     mlp: "no attention was seen in Sequential",
     training: r"model\.eval\(\)",
     hand_written_training: r"model\.eval\(\)",
-    clip: "several towers.*vision_model",
+    clip: "several towers, model.vision_model and model.text_model.*capture one of them",
     extra_keys: "add_bias_kv",
     einsum: r"attention in '' of Einsum goes by a way that capture does not know \(no call was seen\).*from_arrays",
     half_seen: r"attention in '1' of Sequential goes by a way .* \(3 other calls were seen\)",
@@ -520,8 +620,6 @@ def test_a_layer_that_gets_the_mask_of_another_kernel_is_refused():
 
 
 def test_sinks_leave_rows_below_one():
-    import attnflow
-
     model, inputs, _ = FAMILIES["gpt_oss_sinks"]()
     trace = capture(model, inputs)[0]
     assert (trace.layers[0].attention().sum(-1) < 0.99).all()

@@ -24,6 +24,13 @@ def test_files_give_the_same_back(tmp_path, relevance, suffix):
     assert os.listdir(tmp_path) == [path.name]
 
 
+def test_the_grid_of_a_video_survives_a_file(tmp_path):
+    trace = attnflow.Trace.from_arrays(np.full((1, 8, 8), 1 / 8), roles=["patch"] * 8, grid=(2, 2, 2))
+    assert "grid 2x2x2" in repr(trace)
+    for name in ("a.npz", "a.json"):
+        assert Relevance.load(attnflow.rollout(trace).save(tmp_path / name)).grid == (2, 2, 2)
+
+
 def test_labels_survive_a_file_whatever_they_hold(tmp_path):
     tokens = ("<script>", "\0", "\n", '"', "日本", "😀")
     trace = attnflow.Trace.from_arrays(np.full((1, 6, 6), 1 / 6), tokens=tokens)

@@ -452,6 +452,24 @@ class TestImages:
         with pytest.raises(ValueError, match="an image is"):
             overlay(image_relevance(), image)
 
+    def test_the_frames_of_a_video_stand_side_by_side_on_one_scale(self):
+        relevance = image_relevance(grid=(9, 3, 5), hot=(4, 2, 1))
+        figure = picture(relevance)
+        frames = [axes for axes in figure.axes if axes.images]
+        assert [axes.get_title() for axes in frames] == [f"frame {number}" for number in range(9)]
+        for number, axes in enumerate(frames):
+            shown = axes.images[0]
+            np.testing.assert_array_equal(shown.get_array(), relevance.row[2:].reshape(9, 3, 5)[number])
+            assert shown.get_clim() == frames[0].images[0].get_clim()
+        drawn(figure)
+        for colours in (False, True):
+            output = printed(relevance, colours=colours)
+            assert "frame 8:" in output
+            assert "highest at (frame, row, column): (4, 2, 1) 0.200" in output
+        assert html(relevance).count("<svg") == 9
+        with pytest.raises(ValueError, match="of 9 frames of a video"):
+            overlay(relevance, np.zeros((4, 4)))
+
     def test_text_has_no_patches(self):
         with pytest.raises(ValueError, match="no grid"):
             overlay(text_relevance(), np.zeros((4, 4)))

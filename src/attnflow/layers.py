@@ -1,4 +1,4 @@
-"""The layers of a trace: attention as the arguments of a call, as ready weights, or as part of a joint graph.
+"""The layers of a trace: attention as the arguments of a call, as ready weights, or placed in a larger graph.
 
 Arrays are ordered (head, query, key).
 """
@@ -178,4 +178,89 @@ class JointLayer:
         return replace(self, layer=self.layer.evenly())
 
 
-Layer: TypeAlias = AttentionCall | AttentionWeights | JointLayer
+@dataclass(frozen=True, eq=False)
+class WindowLayer:
+    """A layer whose queries attend within windows, or within frames, of a larger input.
+
+    A position that stands in no window is passed on as it is (it attends to itself alone). One that stands in several,
+    such as a [CLS] that is copied into every frame, attends to the mean of what its copies attend to, as models average
+    what the copies become (TimeSformer).
+
+    windows: attention within each; places: for each the positions of its tokens, in their order. size: of all.
+    """
+
+    windows: tuple[AttentionCall | AttentionWeights, ...]
+    places: tuple[tuple[int, ...], ...]
+    size: int
+
+    @property
+    def name(self) -> str:
+        """The module's name."""
+        return self.windows[0].name
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(head, query, key)."""
+        return self.windows[0].shape[0], self.size, self.size
+
+    causal: ClassVar[bool] = False
+    pools: ClassVar[bool] = False
+
+    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """The weights (head, query, key) of some queries; those outside all windows attend to themselves."""
+        wanted = list(range(self.size))[queries] if isinstance(queries, slice) else queries
+        placed = self.windows[0].attention([]).new_zeros(self.shape[0], len(wanted), self.size)
+        copies = placed.new_zeros(len(wanted))
+        for window, places in zip(self.windows, self.places, strict=True):
+            own = {position: token for token, position in enumerate(places)}
+            rows = [row for row, query in enumerate(wanted) if query in own]
+            if rows:
+                attention = window.attention([own[wanted[row]] for row in rows])
+                placed[:, [[row] for row in rows], list(places)] += attention
+                copies[rows] += 1
+        outside = (copies == 0).nonzero().flatten().tolist()
+        placed[:, outside, [wanted[row] for row in outside]] = 1
+        return placed / copies.clamp(min=1)[:, None]
+
+    def evenly(self) -> WindowLayer:
+        """The same if the queries of every window attended evenly."""
+        return replace(self, windows=tuple(window.evenly() for window in self.windows))
+
+
+@dataclass(frozen=True, eq=False)
+class MergingLayer:
+    """Patches merged into fewer positions, between layers of attention: each draws evenly on those it was made of.
+
+    That is a convention: merging concatenates its patches and projects them, and has no weights to read.
+
+    parts: for each position above, the positions below that it was made of. size: of all positions below.
+    """
+
+    name: str
+    parts: tuple[tuple[int, ...], ...]
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(head, query, key), of one head."""
+        return 1, len(self.parts), self.size
+
+    causal: ClassVar[bool] = False
+    pools: ClassVar[bool] = True
+
+    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """The shares (head, query, key) of some queries; rows sum to 1."""
+        import torch
+
+        wanted = list(range(len(self.parts)))[queries] if isinstance(queries, slice) else queries
+        shares = torch.zeros(1, len(wanted), self.size)
+        for row, query in enumerate(wanted):
+            shares[0, row, list(self.parts[query])] = 1 / len(self.parts[query])
+        return shares
+
+    def evenly(self) -> MergingLayer:
+        """The layer itself: it draws evenly on what it merges."""
+        return self
+
+
+Layer: TypeAlias = AttentionCall | AttentionWeights | JointLayer | WindowLayer | MergingLayer

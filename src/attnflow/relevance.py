@@ -34,7 +34,8 @@ class Relevance:
     method's own, unnormalised: a rollout row sums to 1, a flow is the value of a maximum flow in units of capacity.
     tokens, roles: the input positions (columns). queries, query_tokens: positions and labels of the rows.
     layers: which layers' queries the scores explain, counted from 0 at the input; one for (query, token) scores.
-    grid: (rows, columns) of the patches among the tokens, or None. words: the word that each token belongs to, or None.
+    grid: (rows, columns), or (frames, rows, columns), of the patches among the tokens, or None.
+    words: the word that each token belongs to, or None.
     recipe: method, settings, model, versions and checks: what is needed to make the scores again.
     """
 
@@ -44,7 +45,7 @@ class Relevance:
     queries: tuple[int, ...]
     query_tokens: tuple[str, ...]
     layers: tuple[int, ...]
-    grid: tuple[int, int] | None = None
+    grid: tuple[int, int] | tuple[int, int, int] | None = None
     words: tuple[int, ...] | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

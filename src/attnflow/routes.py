@@ -145,7 +145,7 @@ def paths(
 
 def group_flow(
     attention: Trace | Any,
-    groups: Mapping[str, Sequence[int]],
+    groups: Mapping[str, Sequence[int]] | None = None,
     *,
     layer: LayerChoice = "all",
     start_layer: int = 0,
@@ -160,9 +160,9 @@ def group_flow(
     of the column's group, by edges without limit. A group is a word of several pieces, a modality, an image region;
     groups may overlap and need not cover everything. In the answer, groups stand where tokens do.
 
-    groups: names and positions, which count both as queries and as inputs. The settings and checks are those of
-    `attnflow.flow`. Flow between different groups as a share of all flow, layer by layer, is one reading of the
-    inter-modality flow of Xue et al. 2021.
+    groups: names and positions, which count both as queries and as inputs; those of the trace (`Trace.groups`) if none
+    are given. The settings and checks are those of `attnflow.flow`. Flow between different groups as a share of all
+    flow, layer by layer, is one reading of the inter-modality flow of Xue et al. 2021.
 
     Raises ValueError for no groups, an empty one, positions out of range or given twice, and wrong settings.
 
@@ -178,7 +178,7 @@ def group_flow(
         head_fusion=head_fusion,
         residual=residual,
     )
-    members = _members(groups, len(graph.queries), len(graph.tokens))
+    members = _members(graph.trace.groups if groups is None else groups, len(graph.queries), len(graph.tokens))
     # Edges from a common end to the same node are one edge: a group's queries are one row, its inputs one column.
     tops, below = capacities(graph)
     tops = [np.stack([_array(top)[positions].sum(axis=0) for positions in members.values()]) for top in tops]
@@ -222,6 +222,7 @@ def _of_groups(graph: AttentionGraph, members: Mapping[str, list[int]]) -> Atten
     return replace(
         graph,
         queries=tuple(range(len(names))),
+        answers=tuple(range(len(names))),
         query_tokens=names,
         tokens=names,
         roles=("text",) * len(names),

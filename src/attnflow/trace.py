@@ -6,6 +6,7 @@ the top. Arrays are ordered (layer, head, query, key).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 Role: TypeAlias = Literal["text", "special", "prefix", "patch"]
 ROLES: tuple[Role, ...] = get_args(Role)
+
+# How many patches there are along each axis: (rows, columns), or (frames, rows, columns) of a video.
+Grid: TypeAlias = tuple[int, int] | tuple[int, int, int]
 
 # Positions: one, several, the token at one, the rows that wrote the answer, or None for all.
 Query: TypeAlias = int | str | Sequence[int] | None
@@ -38,7 +42,8 @@ class Trace:
 
     layers: layer 0 nearest the input. Each layer's keys are the queries of the layer below.
     tokens: a label for every input position; roles: what each is ("text", "special", "prefix", "patch").
-    grid: (rows, columns) of the patches, which follow the prefix tokens; None for text.
+    grid: (rows, columns) of the patches, (frames, rows, columns) in a video, in that order after the other tokens; None
+    for text.
     words: the number of the word that each position belongs to, for text whose tokens are pieces of words; or None.
     decoder_start: where the decoder's positions begin, if there are an encoder and a decoder in one joint graph.
     generated_from: where what the model wrote itself begins; what stands before is what it was given.
@@ -51,7 +56,7 @@ class Trace:
     layers: tuple[Layer, ...]
     tokens: tuple[str, ...]
     roles: tuple[Role, ...]
-    grid: tuple[int, int] | None = None
+    grid: Grid | None = None
     decoder_start: int | None = None
     words: tuple[int, ...] | None = None
     output: Any = None
@@ -78,12 +83,12 @@ class Trace:
         unknown = set(self.roles) - set(ROLES)
         if unknown:
             raise ValueError(f"unknown roles {sorted(unknown)}; a role is one of {', '.join(ROLES)}")
-        if self.grid is not None and self.grid[0] * self.grid[1] != self.roles.count("patch"):
+        if self.grid is not None and math.prod(self.grid) != self.roles.count("patch"):
             raise ValueError(f"a grid of {self.grid} does not hold {self.roles.count('patch')} patches")
 
     def __repr__(self) -> str:
         heads, queries, keys = self.layers[-1].shape
-        place = f", grid {self.grid[0]}x{self.grid[1]}" if self.grid else ""
+        place = f", grid {'x'.join(map(str, self.grid))}" if self.grid else ""
         return f"<Trace: {len(self.layers)} layers, {heads} heads, {queries} queries, {keys} keys{place}>"
 
     @property
@@ -101,6 +106,27 @@ class Trace:
         if self.decoder_start is not None or all(layer.causal for layer in self.layers):
             return len(self.tokens) - 1
         return 0 if self.roles[0] in ("special", "prefix") else None
+
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Positions by what they are of: every position in one group, groups in the order of the input.
+
+        "encoder" and "decoder" where there are both; "text" and "image" (or "video") where both are in one stream, with
+        the special tokens of the one and the prefix tokens of the other; else one group for each role.
+
+        >>> Trace.from_arrays([[[1.0, 0.0], [0.5, 0.5]]], roles=["prefix", "patch"]).groups
+        {'prefix': (0,), 'patch': (1,)}
+        """
+        names: Sequence[str] = self.roles
+        if self.decoder_start is not None:
+            names = ["decoder" if position >= self.decoder_start else "encoder" for position in range(len(self.roles))]
+        elif "patch" in self.roles and not {"text", "special"}.isdisjoint(self.roles):
+            seen = "video" if self.grid and len(self.grid) == 3 else "image"
+            names = [seen if role in ("prefix", "patch") else "text" for role in self.roles]
+        return {
+            group: tuple(position for position, name in enumerate(names) if name == group)
+            for group in dict.fromkeys(names)
+        }
 
     def evenly(self) -> Trace:
         """The same trace as if every layer attended evenly to all that it may attend to: its receptive field."""
@@ -136,7 +162,7 @@ class Trace:
         *,
         tokens: Sequence[str] | None = None,
         roles: Sequence[Role] | None = None,
-        grid: tuple[int, int] | None = None,
+        grid: Grid | None = None,
         names: Sequence[str] | None = None,
     ) -> Trace:
         """A trace from attention that somebody else computed.

@@ -6,14 +6,14 @@ import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
-from attnflow.capturing import examples, generation, huggingface, vision
-from attnflow.capturing.recorder import WeightsOf, record
+from attnflow.capturing import examples, generation, huggingface, placing, vision
+from attnflow.capturing.recorder import Recording, WeightsOf, record
 from attnflow.capturing.target import Chosen, Target
-from attnflow.trace import Role, Trace
+from attnflow.trace import Grid, Role, Trace
 
 
 def capture(
@@ -51,13 +51,16 @@ def capture(
     square graph, and its query "generated" the rows that wrote each token. One example at a time, without padding.
 
     An encoder-decoder gives one joint trace over the positions of both, the encoder's first: rollout and flow from a
-    decoder's position reach down through cross-attention to the encoder's input.
+    decoder's position reach down through cross-attention to the encoder's input. Text and an image in one stream give
+    the text first. Windows, frames and merged patches (Swin, TimeSformer) are placed on the whole grid; for that the
+    model runs some more times, see `placing`.
 
     Returns the trace for one example, and a list of traces for a batch of several.
 
     Raises ValueError if no attention or not all of it was seen (with the module and the way out), for a model in
     training mode, for a text that is empty or longer than the model takes, and for attention that is neither one stack
-    of square layers nor an encoder with its decoder: windows, two towers.
+    of layers nor an encoder with its decoder (two towers), or not between inputs (channels, padded windows, patches
+    mixed by convolutions).
     """
     if not isinstance(model, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         inner = getattr(model, "model", None)
@@ -80,14 +83,20 @@ def capture(
     chosen_layers, weights_of = _slice(layers), _weights_of(weights)
     recording, output = record(model, args, kwargs, chosen, layers=chosen_layers, weights_of=weights_of)
     stack = examples.stack(recording, model, kwargs.get("attention_mask"), kwargs.get("decoder_attention_mask"))
-    labels = _Labels(model, tokenizer, ids, kwargs.get("decoder_input_ids"), recording.patch_grid, tokens)
+    grid = cast("Grid | None", recording.patches and recording.patches[1:])
+    labels = _Labels(model, tokenizer, ids, kwargs.get("decoder_input_ids"), grid, tokens)
+    if stack is None or _is_in_another_order(stack, recording, ids):
+        placed = placing.place(model, args, kwargs, recording)
+        parts = [(one.layers, labels.of_placed(index, one)) for index, one in enumerate(placed)]
+    else:
+        parts = [(stack.example(index), labels.of(index, stack)) for index in range(len(stack.encoder))]
     facts = _model_facts(model)
     if layers is not None:
         numbers = range(len(recording.calls))[chosen_layers]
         facts["kept"] = f"layers {numbers[0]} to {numbers[-1]} of {len(recording.calls)}"
     traces = [
-        Trace(stack.example(index), *labels.of(index, stack), output, facts, chosen and chosen.facts(index))
-        for index in range(len(stack.encoder))
+        Trace(layers, *names, output, facts, chosen and chosen.facts(index))
+        for index, (layers, names) in enumerate(parts)
     ]
     return traces[0] if len(traces) == 1 else traces
 
@@ -140,9 +149,15 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-_Labelled: TypeAlias = tuple[
-    tuple[str, ...], tuple[Role, ...], tuple[int, int] | None, int | None, tuple[int, ...] | None
-]
+def _is_in_another_order(stack: examples.Stack, recording: Recording, ids: torch.Tensor | None) -> bool:
+    """Whether patches need not follow the prefix tokens in order: beside text, or where frames are convolved alone."""
+    if recording.patches is None or stack.decoder is not None:
+        return False
+    batch, count = stack.encoder.shape
+    return recording.patches[0] != batch or (ids is not None and ids.shape[1] < count)
+
+
+_Labelled: TypeAlias = tuple[tuple[str, ...], tuple[Role, ...], Grid | None, int | None, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -153,7 +168,7 @@ class _Labels:
     tokenizer: Any
     ids: torch.Tensor | None
     decoder_ids: torch.Tensor | None
-    patch_grid: tuple[int, int] | None
+    patch_grid: Grid | None
     tokens: Sequence[str] | None
 
     def of(self, index: int, stack: examples.Stack) -> _Labelled:
@@ -165,17 +180,36 @@ class _Labels:
             more, more_roles, more_words, _ = self._stream(stack.decoder[index], self.decoder_ids, index, patches=False)
             tokens, roles = tokens + more, roles + more_roles
             words = words + [max(words) + 1 + word for word in more_words] if words and more_words else None
-        if self.tokens is not None:
-            if len(self.tokens) != len(tokens):
-                raise ValueError(
-                    f"{len(self.tokens)} tokens were given for the {len(tokens)} positions of example {index}"
-                )
-            tokens = list(self.tokens)
-        return tuple(tokens), tuple(roles), grid, start, None if words is None else tuple(words)
+        return self._named(tokens, index), tuple(roles), grid, start, None if words is None else tuple(words)
+
+    def of_placed(self, index: int, placed: placing.Placed) -> _Labelled:
+        """The same of an example whose patches were placed: text, prefix tokens, patches."""
+        ids = self.ids[index].tolist() if self.ids is not None else []
+        if len(ids) > len(placed.kept):
+            raise ValueError(
+                f"the model was given {len(ids)} token ids, but has {len(placed.kept)} positions beside the patches"
+            )
+        text = [i for i, kept in zip(ids, placed.kept.tolist(), strict=False) if kept]
+        tokens, roles, words = huggingface.labels(text, self.tokenizer)
+        prefix = vision.prefix_labels(self.model, int(placed.kept[len(ids) :].sum()))
+        tokens += [*prefix, *map(vision.place_label, placed.places)]
+        count = len(prefix) + len(placed.places)
+        more: list[Role] = ["prefix" if number < len(prefix) else "patch" for number in range(count)]
+        if words:
+            words += range(max(words) + 1, max(words) + 1 + count)
+        return self._named(tokens, index), (*roles, *more), placed.grid, None, tuple(words) if words else None
+
+    def _named(self, tokens: list[str], index: int) -> tuple[str, ...]:
+        """The labels of one example, or those that were given instead."""
+        if self.tokens is None:
+            return tuple(tokens)
+        if len(self.tokens) != len(tokens):
+            raise ValueError(f"{len(self.tokens)} tokens were given for the {len(tokens)} positions of example {index}")
+        return tuple(self.tokens)
 
     def _stream(
         self, keep: torch.Tensor, ids: torch.Tensor | None, index: int, *, patches: bool
-    ) -> tuple[list[str], list[Role], list[int] | None, tuple[int, int] | None]:
+    ) -> tuple[list[str], list[Role], list[int] | None, Grid | None]:
         kept = int(keep.sum())
         if ids is not None and ids.shape[1] == len(keep):
             return *huggingface.labels(ids[index][keep.to(ids.device)].tolist(), self.tokenizer), None

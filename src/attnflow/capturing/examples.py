@@ -57,7 +57,7 @@ class Stack:
             if call.extent[1] != len(queries):  # the probes of a call that pools
                 queries = torch.ones(call.extent[1], dtype=torch.bool)
             keys = keep["decoder" if stream == "decoder" else "encoder"]
-            layer = _layer(call, index, queries, keys, masks)
+            layer = call_layer(call, index, queries, keys, masks)
             if self.decoder is None:
                 layers.append(layer)
             else:
@@ -69,10 +69,13 @@ class Stack:
         return tuple(layers)
 
 
-def stack(recording: Recording, model: torch.nn.Module, attention_mask: Any, decoder_attention_mask: Any) -> Stack:
+def stack(
+    recording: Recording, model: torch.nn.Module, attention_mask: Any, decoder_attention_mask: Any
+) -> Stack | None:
     """The calls of a recording as one stack of square layers, or as an encoder, a decoder and what joins them.
 
-    Raises ValueError if they are neither.
+    None where they are of one tower that looks at an image, but not such a stack: see `placing`. Raises ValueError for
+    several towers, and for other calls that are no stack.
     """
     calls = recording.calls
     (batch, queries, keys), last = calls[-2 if len(calls) > 1 else -1].extent, calls[-1].extent
@@ -87,13 +90,16 @@ def stack(recording: Recording, model: torch.nn.Module, attention_mask: Any, dec
     pools = pools and not joint
     for call, stream in list(zip(calls, streams, strict=True))[: -1 if pools else None]:
         parts.setdefault(stream, []).append(call)
-    if not _fits(parts) or len(_towers(parts)) > 1:
-        shown = list(dict.fromkeys(f"{b} x {q} x {k}" for b, q, k in (call.extent for call in calls)))
-        raise ValueError(
-            f"the attention calls of {type(model).__name__} are not one stack of square layers; (batch x query x key) "
-            f"is {', '.join(shown[:4])}{', ...' if len(shown) > 4 else ''}: windows, pooling by attention or several "
-            "towers, which capture does not place yet; capture one tower (for instance model.vision_model)"
-        )
+    fits, towers = _fits(parts), _towers(calls)
+    lists = any(isinstance(model.get_submodule(path), torch.nn.ModuleList | torch.nn.Sequential) for path in towers)
+    if len(towers) > 1 and (len(parts) == 1 if fits else not lists):
+        names = " and ".join(f"model.{path}" for path in towers)
+        way_out = "" if lists else "; capture one of them with what it takes"
+        raise misfit(model, calls, f"several towers, {names}, which are no single graph{way_out}")
+    if not fits:
+        if recording.patches is not None and len(parts) == 1:
+            return None
+        raise misfit(model, calls, "windows or pooling of an input without patches, which capture cannot place")
     encoder = _kept([*parts.get("encoder", []), *parts.get("cross", [])], attention_mask)
     decoder = None
     if "decoder" in parts:
@@ -120,10 +126,25 @@ def _fits(parts: Mapping[Stream, list[Call]]) -> bool:
     return square and decoder in (None, (batch, queries, queries)) and encoder in (None, (batch, keys, keys))
 
 
-def _towers(parts: Mapping[Stream, list[Call]]) -> set[str]:
-    """The lists of layers that a single stream comes from: what stands before the first number of their names."""
-    calls = parts.get("encoder", []) if len(parts) == 1 else []
-    return {re.split(r"\d", call.module)[0] for call in calls if re.search(r"\d", call.module)}
+def misfit(model: torch.nn.Module, calls: Sequence[Call], reason: str) -> ValueError:
+    """The error for calls that are no stack: their sizes, and why they cannot be placed."""
+    shown = list(dict.fromkeys(f"{b} x {q} x {k}" for b, q, k in (call.extent for call in calls)))
+    return ValueError(
+        f"the attention calls of {type(model).__name__} are not one stack of square layers; (batch x query x key) is "
+        f"{', '.join(shown[:4])}{', ...' if len(shown) > 4 else ''}: {reason}"
+    )
+
+
+def _towers(calls: Sequence[Call]) -> list[str]:
+    """The modules that hold one list of layers each, as paths from the model.
+
+    A list of layers is what stands before the first number of a call's name; the module is named no further than it
+    takes to tell it from the others.
+    """
+    lists = dict.fromkeys(re.split(r"\d", call.module)[0] for call in calls if re.search(r"\d", call.module))
+    paths = [path.split(".") for path in lists]
+    shared = next((depth for depth, names in enumerate(zip(*paths, strict=False)) if len(set(names)) > 1), 0)
+    return [".".join(path[: shared + 1]).rstrip(".") for path in paths]
 
 
 def _streams(calls: list[Call]) -> list[Stream]:
@@ -146,18 +167,18 @@ def _kept(calls: Sequence[Call], attention_mask: Any) -> torch.Tensor:
     kept = [call for call in calls if not isinstance(call, LeftOut)]
     visible = torch.full((batch, count), not kept)
     for call in kept:
-        visible |= _seen_keys(call)
+        visible |= seen_keys(call)
     return visible
 
 
-def _seen_keys(call: Kept) -> torch.Tensor:
+def seen_keys(call: Kept) -> torch.Tensor:
     """(batch, key) or (1, 1), True where some query may attend to a key."""
     if isinstance(call, WeightedSum):
         return (call.weights != 0).any(1).any(1).cpu()
     return torch.ones(1, 1, dtype=torch.bool) if call.mask is None else _allowed(call.mask).any(1).any(1).cpu()
 
 
-def _layer(
+def call_layer(
     call: Kept,
     index: int,
     queries: torch.Tensor,

@@ -27,12 +27,20 @@ _ATTENTION_CLASS = re.compile("attention|attn", re.IGNORECASE)
 
 @dataclass(eq=False)
 class Recording:
-    """What a forward pass did: its attention calls in order, and what tells whether they are all of them."""
+    """What a forward pass did: its attention calls in order, and what tells whether they are all of them.
+
+    patches: (batch, row, column) or (batch, frame, row, column) of the last convolution before the first call, which
+    makes the patches of an image or a video, where frames that are convolved one by one belong to the batch; and how
+    many convolutions there were up to it. batch: the number of examples. random_state: of torch, before the pass.
+    """
 
     calls: list[Call] = field(default_factory=list[Call])
     unused_weights: list[tuple[str, tuple[int, ...]]] = field(default_factory=list[tuple[str, tuple[int, ...]]])
     ran: Counter[str] = field(default_factory=Counter[str])
-    patch_grid: tuple[int, int] | None = None
+    batch: int = 1
+    patches: tuple[int, ...] | None = None
+    convolutions: int = 0
+    random_state: torch.Tensor | None = None
 
 
 class Recorder(TorchFunctionMode):
@@ -55,7 +63,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._batch, self._layers, self._weights_of = batch, layers, weights_of
         self._outputs: list[torch.Tensor] | None = [] if gradients else None
-        self.recording = Recording()
+        self.recording = Recording(batch=batch, random_state=torch.get_rng_state())
         self._model = model
         self._by_hand = WeightsByHand(batch)
         self._running = [""]
@@ -93,8 +101,8 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         module = self._running[-1]
-        if func is F.conv2d and not self.recording.calls:
-            self.recording.patch_grid = (output.shape[-2], output.shape[-1])
+        if func in (F.conv2d, F.conv3d) and not self.recording.calls:
+            output = self._convolved(output, 2 if func is F.conv2d else 3)
         elif self._weights_of:
             pass
         elif func is F.scaled_dot_product_attention:
@@ -103,6 +111,13 @@ class Recorder(TorchFunctionMode):
             self._keep(from_multi_head(module, output, *args, **kwargs), output[0])
         elif (weighted := self._by_hand.see(module, func, args, kwargs, output)) is not None:
             self._keep(weighted, output)
+        return output
+
+    def _convolved(self, output: torch.Tensor, axes: int) -> torch.Tensor:
+        batch = output.shape[0] if output.ndim == axes + 2 else 1
+        if batch % self.recording.batch == 0 or output.ndim != axes + 2:  # else it is of a table of positions (XCiT)
+            self.recording.patches = (batch, *output.shape[-axes:])
+            self.recording.convolutions += 1
         return output
 
     def _keep(self, call: Call, output: torch.Tensor) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ import torch
 
 from attnflow.capturing import demo
 from attnflow.capturing.huggingface import first_line
-from attnflow.trace import Role
+from attnflow.trace import Grid, Role
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -82,24 +84,32 @@ def open_image(path: str | Path) -> Image.Image:
         raise ValueError(f"{str(path)!r} cannot be read as an image: {first_line(error)}") from error
 
 
-def labels(model: torch.nn.Module, grid: tuple[int, int], count: int) -> tuple[list[str], list[Role]]:
-    """Labels and roles of a vision model's positions: prefix tokens first, then patches "row,column".
+def labels(model: torch.nn.Module, grid: Grid, count: int) -> tuple[list[str], list[Role]]:
+    """Labels and roles of a vision model's positions: prefix tokens first, then patches by their places.
 
     Prefix tokens are named after the model's parameters: [CLS], [DIST], and the rest registers [REG1], [REG2], ...
     """
-    rows, columns = grid
-    prefix = count - rows * columns
+    prefix = count - math.prod(grid)
     if prefix < 0:
         raise ValueError(
-            f"{type(model).__name__} attends over {count} positions, fewer than the {rows} x {columns} patches of the "
-            "image: it attends over channels, or pools patches, which is no attention between inputs"
+            f"{type(model).__name__} attends over {count} positions, fewer than the {' x '.join(map(str, grid))} "
+            "patches that it was given: it attends over channels, pools patches or leaves some out"
         )
+    patches = [place_label(place) for place in itertools.product(*map(range, grid))]
+    roles: list[Role] = ["prefix" if position < prefix else "patch" for position in range(count)]
+    return [*prefix_labels(model, prefix), *patches], roles
+
+
+def prefix_labels(model: torch.nn.Module, count: int) -> list[str]:
+    """Labels of a vision model's first `count` positions, which are no patches."""
     parameters = [name for name, _ in model.named_parameters()]
     names = [label for label, pattern in _PREFIX if any(pattern.search(name) for name in parameters)]
-    names += [f"[REG{number}]" for number in range(1, prefix + 1)]
-    patches = [f"{row},{column}" for row in range(rows) for column in range(columns)]
-    roles: list[Role] = ["prefix" if position < prefix else "patch" for position in range(count)]
-    return [*names[:prefix], *patches], roles
+    return [*names, *(f"[REG{number}]" for number in range(1, count + 1))][:count]
+
+
+def place_label(place: Sequence[int]) -> str:
+    """The label of a patch: "row,column", or "frame,row,column"."""
+    return ",".join(map(str, place))
 
 
 def load(name: str = demo.IMAGE, device: str = "cpu") -> VisionModel:

@@ -177,8 +177,10 @@ def _scores(
     def make(reading: Any, blank: Any) -> Score:
         common: dict[str, Any] = {"blank": blank, "reading": reading, "batch_size": plan.batch_size}
         if isinstance(inputs, torch.Tensor):
-            if trace.grid is None:
-                raise ValueError("the trace has no patches: pixels must go through the model's own patch embedding")
+            if trace.grid is None or len(trace.grid) != 2:
+                raise ValueError(
+                    "the trace has no patches of an image: pixels must go through the model's own patch embedding"
+                )
             return image_score(model, inputs, trace.roles, trace.grid, target, **common)
         common |= {"tokenizer": plan.tokenizer, "special": plan.special}
         return text_score(model, inputs, trace.roles, target, **common)

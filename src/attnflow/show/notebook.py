@@ -27,7 +27,7 @@ def html(relevance: Relevance) -> str:
     positions = prefix(relevance) if relevance.grid else list(range(len(relevance.tokens)))
     parts = [f'<div class="attnflow" style="{_BOX}">']
     if relevance.grid:
-        parts.append(_svg(patches(relevance, relevance.row)))
+        parts.append(_maps(patches(relevance, relevance.row)))
     if positions:
         parts.append(_line(relevance, positions))
         if len(relevance.layers) > 1:
@@ -77,9 +77,18 @@ def _rows(layers: tuple[int, ...], scores: NDArray[np.float64]) -> Iterator[str]
         yield f'<tr><th style="{_CELL};{_HEAD}">{number}</th>{cells}</tr>'
 
 
-def _svg(grid: NDArray[np.float64]) -> str:
-    rows, columns = grid.shape
+def _maps(grid: NDArray[np.float64]) -> str:
+    """The map of an image, or those of a video's frames, on one scale."""
     ends, digits = patch_scale(grid), decimals(grid)
+    maps = "\n".join(_svg(frame, ends, digits) for frame in grid.reshape(-1, *grid.shape[-2:]))
+    return (
+        f'{maps}<div style="font-size:12px">patches from {ends.low:.{digits}f} (dark) to '
+        f"{ends.high:.{digits}f}{ends.top} (bright)</div>"
+    )
+
+
+def _svg(grid: NDArray[np.float64], ends: Scale, digits: int) -> str:
+    rows, columns = grid.shape
     rects = "".join(
         f'<rect x="{column}" y="{row}" width="1" height="1" fill="{_hex(rgb(GROUND, ends.share(score)))}">'
         f"<title>row {row}, column {column}: {score:.{digits}f}</title></rect>"
@@ -89,6 +98,4 @@ def _svg(grid: NDArray[np.float64]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns} {rows}" width="{_MAP_WIDTH}" '
         f'height="{_MAP_WIDTH * rows / columns:.0f}" shape-rendering="crispEdges" role="img">{rects}</svg>'
-        f'<div style="font-size:12px">patches from {ends.low:.{digits}f} (dark) to {ends.high:.{digits}f}{ends.top} '
-        "(bright)</div>"
     )

@@ -17,6 +17,7 @@ from attnflow.show.wording import method_and_query, patches, visible
 
 PANEL = 4.0  # inches, the longer side
 LARGEST = 1600  # pixels, twice what a panel shows at 200 dpi
+FRAMES = 8  # of a video, in one line
 BAR = 0.14
 WIDTH = 4.5  # inches, what a title needs
 ALPHA = 0.55
@@ -24,19 +25,31 @@ GREY = (0.25, 1.0)  # the photograph under the map is lightened: both together w
 
 
 def patch_map(relevance: Relevance) -> Figure:
-    """The patches of the topmost layer as squares, coloured as in `overlay`; prefix tokens left out.
+    """The patches of the topmost layer as squares, coloured as in `overlay`; other tokens left out.
+
+    The frames of a video stand in rows of at most eight, on one scale.
 
     Raises ValueError where there is no grid.
     """
     grid = patches(relevance, relevance.row)
     ends = patch_scale(grid)
-    width, height = _panel(grid.shape)
-    figure = blank(max(WIDTH, width + 1.2), height + 0.6, layout="compressed")
-    axes = figure.subplots()
-    mesh = axes.imshow(grid, cmap=colour_map(GROUND), interpolation="nearest", vmin=ends.low, vmax=ends.high)
-    _finish(figure, axes, mesh, ends, relevance, (width, height))
-    axes.set_xticks(_ticks(grid.shape[1]))
-    axes.set_yticks(_ticks(grid.shape[0]))
+    frames = grid.reshape(-1, *grid.shape[-2:])
+    lines, beside = -(-len(frames) // FRAMES), min(len(frames), FRAMES)
+    width, height = (side / min(beside, 2) for side in _panel(frames[0].shape))
+    title = 0.3 if grid.ndim == 3 else 0
+    figure = blank(max(WIDTH, beside * width + 1.2), lines * (height + title) + 0.6, layout="compressed")
+    panels = figure.subplots(lines, beside, squeeze=False)
+    meshes = [
+        axes.imshow(frame, cmap=colour_map(GROUND), interpolation="nearest", vmin=ends.low, vmax=ends.high)
+        for frame, axes in zip(frames, panels.flat, strict=False)
+    ]
+    for number, axes in enumerate(panels.flat):
+        axes.set_visible(number < len(frames))
+        axes.set_xticks(_ticks(frames.shape[2]))
+        axes.set_yticks(_ticks(frames.shape[1]))
+        if title:
+            axes.set_title(f"frame {number}", fontsize=8)
+    _finish(figure, panels, meshes[0], ends, relevance, (width, lines * height))
     return figure
 
 
@@ -48,9 +61,13 @@ def overlay(relevance: Relevance, image: Any) -> Figure:
     between the centres of the patches. Its colours run from the lowest patch to the highest, or to the 99th
     percentile of a hundred or more, so that one patch cannot darken all others; the colour bar tells both.
 
-    Raises ValueError where there is no grid, or `image` is no image.
+    Raises ValueError where there is no grid, the grid is of a video, or `image` is no image.
     """
     grid = patches(relevance, relevance.row)
+    if grid.ndim != 2:
+        raise ValueError(
+            f"these scores are of {len(grid)} frames of a video, and lie over no single image; leave it out"
+        )
     ends = patch_scale(grid)
     photograph = _photograph(image)
     width, height = _panel(photograph.shape[:2])
@@ -76,14 +93,16 @@ def overlay(relevance: Relevance, image: Any) -> Figure:
 
 
 def _finish(
-    figure: Figure, axes: Axes, mesh: Any, ends: Scale, relevance: Relevance, panel: tuple[float, float]
+    figure: Figure, panels: Axes | NDArray[Any], mesh: Any, ends: Scale, relevance: Relevance, size: tuple[float, float]
 ) -> None:
     text = visible(f"{method_and_query(relevance)}, layer {relevance.layers[-1]}")
     figure.suptitle(text, fontsize=10, **literal([text]))
-    axes.tick_params(labelsize=8, length=0)
-    axes.spines[:].set_visible(False)
-    width, height = panel
-    colour_bar(figure, mesh, axes, ends, fraction=min(0.3, BAR / width), aspect=height / BAR)
+    every: list[Axes] = np.ravel(np.asarray(panels, dtype=object)).tolist()
+    for axes in every:
+        axes.tick_params(labelsize=8, length=0)
+        axes.spines[:].set_visible(False)
+    width, height = size
+    colour_bar(figure, mesh, every, ends, fraction=min(0.3, BAR / width), aspect=height / BAR)
 
 
 def _panel(shape: tuple[int, ...]) -> tuple[float, float]:

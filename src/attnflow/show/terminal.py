@@ -125,7 +125,10 @@ def _patch_map(relevance: Relevance, width: int, *, coloured: bool) -> Iterator[
     grid = patches(relevance, relevance.row)
     ends = patch_scale(grid)
     digits = decimals(grid)
-    yield from _blocks(grid, ends, width) if coloured else _percents(grid, ends, width)
+    for number, frame in enumerate(grid.reshape(-1, *grid.shape[-2:])):
+        if grid.ndim == 3:
+            yield Text(f"frame {number}:")
+        yield from _blocks(frame, ends, width) if coloured else _percents(frame, ends, width)
     if coloured:
         swatch = Text(f"{ends.low:.{digits}f} ")
         for share in np.linspace(0, 1, 12).tolist():
@@ -135,8 +138,9 @@ def _patch_map(relevance: Relevance, width: int, *, coloured: bool) -> Iterator[
         yield Text(f"per cent of the way from {ends.low:.{digits}f} to {ends.high:.{digits}f}{ends.top}")
     best = np.argsort(-grid, axis=None, kind="stable")[:3]
     places = zip(*np.unravel_index(best, grid.shape), strict=True)
-    named = (f"({row}, {column}) {grid[row, column]:.{digits}f}" for row, column in places)
-    yield Text("highest at (row, column): " + "; ".join(named))
+    named = (f"({', '.join(map(str, place))}) {grid[place]:.{digits}f}" for place in places)
+    axes = "frame, row, column" if grid.ndim == 3 else "row, column"
+    yield Text(f"highest at ({axes}): " + "; ".join(named))
 
 
 def _blocks(grid: NDArray[np.float64], ends: Scale, width: int) -> Iterator[Text]:

@@ -103,9 +103,11 @@ def caption(relevance: Relevance) -> str:
 
 
 def patches(relevance: Relevance, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The patches of one row of `scores` (token,) at their places (row, column) in the image."""
+    """The patches of one row of `scores` (token,) at their places (row, column), or (frame, row, column) in a video."""
     if relevance.grid is None:
-        raise ValueError("these scores have no grid of patches: the input was not an image, or its grid is unknown")
+        raise ValueError(
+            "these scores have no grid of patches: the input was no image or video, or its grid is unknown"
+        )
     return scores[np.array(relevance.roles) == "patch"].reshape(relevance.grid)
 
 
