@@ -182,6 +182,12 @@ def test_divided_attention_mixes_time_and_space_in_turn():
     assert once[0].nonzero()[0].tolist() == [0]
     assert once[1].nonzero()[0].tolist() == [1, 5, 9, 13]  # the same place in four frames
     assert (attnflow.rollout(trace, layer=1).scores[1] > 0).all()
+    for module in model.modules():
+        if hasattr(module, "qkv"):  # so that heads differ
+            module.qkv.weight.data *= 5
+    trace = capture(model, inputs)[0]
+    with pytest.raises(ValueError, match="more than the 1 that positions left out of a layer pass on"):
+        attnflow.flow(trace, head_fusion="max", residual=0, query=1)
 
 
 @pytest.mark.parametrize("family", ["swin", "swin_v2", "timm_swin", "torchvision_swin"])
