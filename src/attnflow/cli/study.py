@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from attnflow.cli.printing import note, print_json
+from attnflow.cli.explain import quieten_transformers
+from attnflow.cli.printing import note, print_json, progress, working
 
 if TYPE_CHECKING:
     from attnflow.studies.record import Record
@@ -46,6 +47,42 @@ def deliver(record: Record, common: Common) -> None:
     else:
         _print(record)
     note(f"wrote {path} and the league table beside it", quiet=common.quiet)
+
+
+@study.command
+def segmentation(*, common: Common = Common()) -> None:
+    """Does relevance lie on the object? 30 photographs of horses with masks, seen by the packaged DINOv2-small.
+
+    The data, weizmann_horses, are published at https://github.com/shenshutao/image_segmentation.
+    """
+    with working("loading", quiet=common.quiet):
+        from attnflow.studies import segmentation
+
+        quieten_transformers()
+    with progress("horses", quiet=common.quiet) as called:
+        record = segmentation.study(common.data, small=common.small, seed=common.seed, progress=called)
+    deliver(record, common)
+
+
+@study.command
+def sst2(*, model: str | None = None, common: Common = Common()) -> None:
+    """Table 3 of Abnar & Zuidema 2020: correlation with gradients and blank-out on the test set of SST-2.
+
+    The data, sst2, are published at https://github.com/clairett/pytorch-sentiment-classification.
+
+    Parameters
+    ----------
+    model
+        A text classifier (0 negative, 1 positive), in a local folder or on the Hugging Face hub. By default the
+        packaged MiniLM with the adapter in the data, adapters/sst2_minilm_lora.safetensors.
+    """
+    with working("loading", quiet=common.quiet):
+        from attnflow.studies import sst2
+
+        quieten_transformers()
+    with progress("sentences", quiet=common.quiet) as called:
+        record = sst2.study(common.data, model=model, small=common.small, seed=common.seed, progress=called)
+    deliver(record, common)
 
 
 def _json(path: Path) -> Any:
