@@ -85,6 +85,52 @@ def sst2(*, model: str | None = None, common: Common = Common()) -> None:
     deliver(record, common)
 
 
+@study.command
+def retinopathy(
+    folder: Path,
+    /,
+    *,
+    page: Path | None = None,
+    limit: int = 24,
+    measured: int = 24,
+    common: Common = Common(),
+) -> None:
+    """What a ViT looks at in photographs of the retina: a probe on DINOv2-small, overlays, and a page of them.
+
+    For APTOS 2019 as it is published (train.csv, train_images; https://www.kaggle.com/competitions/
+    aptos2019-blindness-detection), or a folder of GRADE_NUMBER.jpg whose lowest grade is no disease
+    (https://github.com/SRahimDR/DR-image-dataset). The maps are no diagnosis.
+
+    Parameters
+    ----------
+    folder
+        The folder with the photographs and their grades.
+    page
+        The folder for index.html and its overlays. By default the folder retinopathy in --output.
+    limit
+        How many photographs the page shows, the grades in turn.
+    measured
+        How many photographs deletion and insertion are measured on; each takes a hundred forward passes.
+    """
+    with working("loading", quiet=common.quiet):
+        from attnflow.studies import retinopathy
+
+        quieten_transformers()
+    place = page or common.output / "retinopathy"
+    with progress("photographs", quiet=common.quiet) as called:
+        record = retinopathy.study(
+            folder,
+            page=place,
+            limit=limit,
+            measured=measured,
+            small=common.small,
+            seed=common.seed,
+            progress=called,
+        )
+    deliver(record, common)
+    note(f"wrote {place / 'index.html'}", quiet=common.quiet)
+
+
 def _json(path: Path) -> Any:
     import json
 

@@ -66,7 +66,7 @@ def summaries(rows: Iterable[Row], seed: int) -> list[Summary]:
 
 def topmost(entries: Sequence[Summary], metric: str) -> list[Summary]:
     """Each method at its topmost layer, and the baselines, on one metric."""
-    highest = max(one.layer for one in entries if one.layer is not None)
+    highest = max((one.layer for one in entries if one.layer is not None), default=None)
     return [one for one in entries if one.metric == metric and one.layer in (None, highest)]
 
 

@@ -185,7 +185,11 @@ def _sentence(
             saturated = [one["saturated_by_query"][0] for one in relevance.recipe["checks"]["layers"]]
     relevances += [(name, None, {MAX: scores, CLS: scores}) for name, scores in known.items()]
     return Sentence(
-        trace, {name: known[name] for name in REFERENCES}, relevances, saturated, int(trace.output.logits.argmax()) == label
+        trace,
+        {name: known[name] for name in REFERENCES},
+        relevances,
+        saturated,
+        int(trace.output.logits.argmax()) == label,
     )
 
 
@@ -215,8 +219,10 @@ def _words(measured: Mapping[Condition, list[Summary]], accuracy: float, saturat
         return topmost(measured[condition], condition.metric)
 
     blanked = Condition("blank-out", CLS, OUT)
-    known = {name: mean for name, mean in means(top(blanked)).items() if name in METHODS}
+    rival = means(top(blanked))
+    known = {name: mean for name, mean in rival.items() if name in METHODS}
     best = max(known, key=lambda name: known[name])
+    by_max = means(top(blanked._replace(readout=MAX)))
     with_special = means(top(blanked._replace(tokens=IN)))
     paper = "; ".join(f"{name} {' '.join(f'{mean:.2f}' for mean in row.values())}" for name, row in PAPER.items())
     return [
@@ -228,6 +234,9 @@ def _words(measured: Mapping[Condition, list[Summary]], accuracy: float, saturat
         f"{'; '.join(f'{name} {with_special[name]:.2f} and {mean:.2f}' for name, mean in known.items())}.",
         f"Of the flows from [CLS], {', '.join(f'{share:.0%}' for share in saturated)} are saturated at layers 0 to "
         f"{len(saturated) - 1}.",
-        f"Against blank-out from [CLS], {best} does best of the methods at the top layer ({known[best]:.2f}); what a "
-        f"forward pass without any layer above the first knows is {means(top(blanked))['first-layer']:.2f}.",
+        "What the read-out does, against blank-out at the top layer without special tokens, [CLS] and max: "
+        f"{'; '.join(f'{name} {mean:.2f} and {by_max[name]:.2f}' for name, mean in known.items())}.",
+        f"For what a text classifier read its class off, {best} from [CLS] at the top layer is the default of these "
+        f"methods: {known[best]:.2f} with blank-out, where the norm of the gradient has {rival['gradient-norm']:.2f} "
+        f"and the first layer alone {rival['first-layer']:.2f}.",
     ]
