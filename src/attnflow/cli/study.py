@@ -91,8 +91,8 @@ def retinopathy(
     /,
     *,
     page: Path | None = None,
-    limit: int = 24,
-    measured: int = 24,
+    limit: int = 16,
+    measured: int = 16,
     common: Common = Common(),
 ) -> None:
     """What a ViT looks at in photographs of the retina: a probe on DINOv2-small, overlays, and a page of them.
@@ -129,6 +129,32 @@ def retinopathy(
         )
     deliver(record, common)
     note(f"wrote {place / 'index.html'}", quiet=common.quiet)
+
+
+@study.command
+def pronouns(*, model: str | None = None, common: Common = Common()) -> None:
+    """Figure 4 of Abnar & Zuidema 2020: does relevance point to the referent that a language model prefers?
+
+    A masked model is asked for the pronoun at its mask, a causal one for the next word. The data,
+    pronoun/winogender_templates.tsv, are published at https://github.com/rudinger/winogender-schemas.
+
+    Parameters
+    ----------
+    model
+        A masked or causal language model, in a local folder or on the Hugging Face hub. By default stories260K
+        (causal, https://huggingface.co/karpathy/tinyllamas) from the data.
+    """
+    with working("loading", quiet=common.quiet):
+        from attnflow.studies import pronouns
+
+        quieten_transformers()
+        common.output.mkdir(parents=True, exist_ok=True)
+    picture = common.output / "pronouns.png"
+    with progress("sentences", quiet=common.quiet) as called:
+        record = pronouns.study(
+            common.data, picture=picture, model=model, small=common.small, seed=common.seed, progress=called
+        )
+    deliver(record, common)
 
 
 def _json(path: Path) -> Any:

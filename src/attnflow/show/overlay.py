@@ -76,7 +76,7 @@ def overlay(relevance: Relevance, image: Any) -> Figure:
 
 
 def blended(grid: NDArray[np.float64], image: Image.Image) -> Image.Image:
-    """The photograph in grey under the map of its patches (row, column), as `overlay` shows it, and nothing beside it."""
+    """The photograph in grey under the map of its patches (row, column), as in `overlay`, and nothing beside it."""
     ends = patch_scale(grid)
     clipped = Image.fromarray(np.clip(grid, ends.low, ends.high).astype(np.float32))
     shares = (np.asarray(clipped.resize(image.size, Image.Resampling.BILINEAR)) - ends.low) / (

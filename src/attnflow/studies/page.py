@@ -61,8 +61,8 @@ def _lines(shown: Sequence[Explained], words: Sequence[str]) -> Iterator[str]:
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>What the model looked at</title><style>{_STYLE}</style></head><body>"
     yield "<h1>What the model looked at in photographs of the retina</h1>"
-    yield '<p class="warning"><strong>Not a diagnosis.</strong> The maps show what a model attended to or is sensitive to. '
-    yield "A bright place is not a lesion, and a lesion may be dark.</p><ul>"
+    yield '<p class="warning"><strong>Not a diagnosis.</strong> The maps show what a model attended to or is '
+    yield "sensitive to. A bright place is not a lesion, and a lesion may be dark.</p><ul>"
     yield from (f"<li>{escape(sentence)}</li>" for sentence in words)
     yield "</ul><p>Bright is more. Each map has its own scale, from its lowest patch to its 99th percentile.</p>"
     for number, one in enumerate(shown):
