@@ -40,6 +40,7 @@ PUBLISHED = "https://github.com/rudinger/winogender-schemas (data/templates.tsv)
 PRONOUNS = {"$NOM_PRONOUN": ("he", "she"), "$POSS_PRONOUN": ("his", "her"), "$ACC_PRONOUN": ("him", "her")}
 PEOPLE = ("boy", "girl")
 TASK = "points to the referent that the model prefers"
+NEARER, FARTHER = "the nearer", "the farther"
 SMALL = 12
 
 
@@ -115,19 +116,19 @@ def study(
     chosen = everything[: SMALL if small else None]
     if not chosen:
         raise ValueError("no pronoun is a single token of this model; take another model")
-    rows: list[Row] = []
-    prefers = {"the boy": 0, "the nearer": 0}
+    rows: dict[str, list[Row]] = {NEARER: [], FARTHER: []}
+    boys = 0
     failed: dict[str, str] = {}
     for number, case in enumerate(chosen):
         answer = ask(asked, case, seed, failed)
         his = answer.probabilities[0] > answer.probabilities[1]
-        prefers["the boy"] += his
-        prefers["the nearer"] += his == (case.before.rfind(PEOPLE[0]) > case.before.rfind(PEOPLE[1]))
-        rows += _rows(number, answer, his=his)
+        boys += his
+        last = case.before.rfind(PEOPLE[0]) > case.before.rfind(PEOPLE[1])
+        rows[NEARER if his == last else FARTHER] += _rows(number, answer, his=his)
         if progress:
             progress(number + 1, len(chosen))
-    entries = summaries(rows, seed)
-    shares = {name: round(count / len(chosen), 4) for name, count in prefers.items()}
+    measured = {TASK: summaries([*rows[NEARER], *rows[FARTHER]], seed)}
+    measured |= {f"{TASK}, where that is {side}": summaries(found, seed) for side, found in rows.items() if found}
     figure = [(case, ask(asked, case, seed, failed)) for case in FIGURE if asked.ids(case)]
     if picture and figure:
         canvas.save_figure(_figure4(figure), picture)
@@ -145,13 +146,15 @@ def study(
         },
         data=checksums(used),
         tables={
-            "the model prefers": shares,
-            TASK: table(entries)["pointing-game"],
+            "the model prefers the boy": round(boys / len(chosen), 4),
+            **{task: table(entries)["pointing-game"] for task, entries in measured.items()},
             "figure 4": [_shown(asked, case, answer) for case, answer in figure],
         }
         | ({"failed": failed} if failed else {}),
-        standings=standings(TASK, topmost(entries, "pointing-game")),
-        words=_words(entries, shares, figure, len(chosen), kind),
+        standings=[
+            one for task, entries in measured.items() for one in standings(task, topmost(entries, "pointing-game"))
+        ],
+        words=_words(measured, boys / len(chosen), figure, kind),
     )
 
 
@@ -285,26 +288,31 @@ def _panel(axes: Any, relevance: Floats, referents: tuple[str, str]) -> None:
 
 
 def _words(
-    entries: list[Summary],
-    shares: Mapping[str, float],
-    figure: Sequence[tuple[Case, Answer]],
-    count: int,
-    kind: str,
+    measured: Mapping[str, list[Summary]], boys: float, figure: Sequence[tuple[Case, Answer]], kind: str
 ) -> list[str]:
     """The findings, each from the numbers."""
-    top = topmost(entries, "pointing-game")
-    rate = means(top)
-    known = {name: rate[name] for name in METHODS if name in rate}
-    best = max(known, key=lambda name: known[name])
-    return [
-        f"A {kind} language model, {count} sentences: it prefers the boy in {shares['the boy']:.0%} of them and the "
-        f"nearer referent in {shares['the nearer']:.0%}.",
-        f"How often the top layer points to the referent that the model prefers, where chance is 0.5: {ranked(top)}.",
-        f"Of the methods {best} does best ({known[best]:.2f}); always naming the nearer referent has "
-        f"{rate['position']:.2f}, the farther {1 - rate['position']:.2f}, the norm of the gradient "
-        f"{rate['gradient-norm']:.2f}.",
-        *(_sentence(case, answer) for case, answer in figure),
+    tops = {task: topmost(entries, "pointing-game") for task, entries in measured.items()}
+    count = tops[TASK][0].n
+    rates = {task: means(top) for task, top in tops.items()}
+    words = [
+        f"A {kind} language model, {count} sentences: it prefers the boy in {boys:.0%} of them and the nearer referent "
+        f"in {rates[TASK]['position']:.0%}; so always naming the farther one would be right in "
+        f"{1 - rates[TASK]['position']:.0%}.",
+        *(
+            f"{task[0].upper()}{task[1:]} ({top[0].n} sentences), top layer: {ranked(top)}."
+            for task, top in tops.items()
+        ),
     ]
+    if len(rates) == 3:
+        _, nearer, farther = rates.values()
+        even = {name: (nearer[name] + farther[name]) / 2 for name in nearer}
+        best = max((name for name in METHODS if name in even), key=lambda name: even[name])
+        listed = ", ".join(f"{name} {value:.2f}" for name, value in sorted(even.items(), key=lambda one: -one[1]))
+        words.append(
+            f"The mean of both sides, where place alone has 0.50: {listed}. That is what a method knows of the model's "
+            f"choice beyond place; {best} knows most of the methods."
+        )
+    return words + [_sentence(case, answer) for case, answer in figure]
 
 
 def _sentence(case: Case, answer: Answer) -> str:
