@@ -247,7 +247,7 @@ def study(
             "query": "[CLS], top layer",
             "seed": seed,
         },
-        data=checksums(one.path for one in chosen),
+        data=checksums([*folder.glob("train.csv"), *(one.path for one in chosen)]),
         tables={"probe": quality, "faithfulness": table(entries)} | ({"failed": failed} if failed else {}),
         standings=[one for name in MEASURES for one in standings(f"{name}, from [CLS]", topmost(entries, name))],
         words=words,

@@ -35,7 +35,7 @@ from attnflow.trace import Trace
 PUBLISHED = "https://github.com/shenshutao/image_segmentation (30 of the Weizmann horses, Borenstein & Ullman 2002)"
 CLS, MEAN = "from [CLS]", "mean over all queries"
 MASKED = tuple(name for name, row in METRICS.items() if row.needs == "mask")
-SMALL = 4  # photographs, at 112 x 112 pixels
+SMALL = 2  # photographs, at 112 x 112 pixels
 
 
 def cls_norm(output: Any) -> Any:
