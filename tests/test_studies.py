@@ -45,6 +45,13 @@ def test_a_study_without_its_data_says_where_they_are_published(name, monkeypatc
     assert "published at https://" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["segmentation", "sst2", "retinopathy", "pronouns"])
+def test_help_says_where_the_data_are_published(name, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["attnflow", "study", name, "--help"])
+    main()
+    assert "https://" in capsys.readouterr().out
+
+
 def test_segmentation(study):
     record = study("segmentation")
     auc = {one.method: one.mean for one in record.standings if one.task == "pixel-auc, from [CLS]"}
