@@ -97,9 +97,9 @@ def retinopathy(
 ) -> None:
     """What a ViT looks at in photographs of the retina: a probe on DINOv2-small, overlays, and a page of them.
 
-    For APTOS 2019 as it is published (train.csv, train_images; https://www.kaggle.com/competitions/
-    aptos2019-blindness-detection), or a folder of GRADE_NUMBER.jpg whose lowest grade is no disease
-    (https://github.com/SRahimDR/DR-image-dataset). The maps are no diagnosis.
+    For APTOS 2019 as it is published (train.csv, train_images), at
+    https://www.kaggle.com/competitions/aptos2019-blindness-detection, or a folder of GRADE_NUMBER.jpg whose lowest
+    grade is no disease, such as https://github.com/SRahimDR/DR-image-dataset. The maps are no diagnosis.
 
     Parameters
     ----------

@@ -195,8 +195,10 @@ def study(
     page: the folder for index.html and its pictures. limit: the photographs that it shows; measured: those that
     deletion and insertion are measured on. Both take the grades in turn.
 
-    Raises FileNotFoundError without photographs, ValueError for too few of them, or of one grade alone.
+    Raises FileNotFoundError without photographs, ValueError for too few of them, with disease or without.
     """
+    if min(limit, measured) < 0:
+        raise ValueError(f"limit and measured are numbers of photographs; they are {limit} and {measured}")
     everything = photographs(folder)
     chosen = _in_turn(everything, seed)[: SMALL if small else None]
     grades = np.array([one.grade for one in chosen])
