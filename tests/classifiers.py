@@ -2,27 +2,14 @@
 
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from attnflow.capturing import demo
+from attnflow.studies.sst2 import ADAPTER, classifier
 
 
 def sst2(data):
-    """(model, tokenizer): MiniLM with the adapter at hand (rank 8, scale 2) merged in; class 0 is negative."""
-    model = transformers.BertForSequenceClassification(
-        transformers.AutoConfig.from_pretrained(demo.text_folder(), num_labels=2)
-    )
-    model.bert.load_state_dict(transformers.AutoModel.from_pretrained(demo.text_folder()).state_dict())
-    weights = model.state_dict()
-    adapter = load_file(data / "adapters" / "sst2_minilm_lora.safetensors")
-    for name, change in adapter.items():
-        place, _, part = name.rpartition(".")
-        if part == "A":
-            weights[f"{place}.weight"] += 2 * adapter[f"{place}.B"].float() @ change.float()
-        elif part != "B":
-            weights[name] = change.float()
-    model.load_state_dict(weights)
-    return model.eval(), tokenizer()
+    """(model, tokenizer): MiniLM with the adapter at hand merged in; class 0 is negative."""
+    return classifier(data / "adapters" / ADAPTER)
 
 
 def sst2_examples(data, count):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from attnflow.cli.printing import note, print_json
+from attnflow.cli.explain import quieten_transformers
+from attnflow.cli.printing import note, print_json, progress, working
 
 if TYPE_CHECKING:
     from attnflow.studies.record import Record
@@ -46,6 +47,114 @@ def deliver(record: Record, common: Common) -> None:
     else:
         _print(record)
     note(f"wrote {path} and the league table beside it", quiet=common.quiet)
+
+
+@study.command
+def segmentation(*, common: Common = Common()) -> None:
+    """Does relevance lie on the object? 30 photographs of horses with masks, seen by the packaged DINOv2-small.
+
+    The data, weizmann_horses, are published at https://github.com/shenshutao/image_segmentation.
+    """
+    with working("loading", quiet=common.quiet):
+        from attnflow.studies import segmentation
+
+        quieten_transformers()
+    with progress("horses", quiet=common.quiet) as called:
+        record = segmentation.study(common.data, small=common.small, seed=common.seed, progress=called)
+    deliver(record, common)
+
+
+@study.command
+def sst2(*, model: str | None = None, common: Common = Common()) -> None:
+    """Table 3 of Abnar & Zuidema 2020: correlation with gradients and blank-out on the test set of SST-2.
+
+    The data, sst2, are published at https://github.com/clairett/pytorch-sentiment-classification.
+
+    Parameters
+    ----------
+    model
+        A text classifier (0 negative, 1 positive), in a local folder or on the Hugging Face hub. By default the
+        packaged MiniLM with the adapter in the data, adapters/sst2_minilm_lora.safetensors.
+    """
+    with working("loading", quiet=common.quiet):
+        from attnflow.studies import sst2
+
+        quieten_transformers()
+    with progress("sentences", quiet=common.quiet) as called:
+        record = sst2.study(common.data, model=model, small=common.small, seed=common.seed, progress=called)
+    deliver(record, common)
+
+
+@study.command
+def retinopathy(
+    folder: Path,
+    /,
+    *,
+    page: Path | None = None,
+    limit: int = 16,
+    measured: int = 16,
+    common: Common = Common(),
+) -> None:
+    """What a ViT looks at in photographs of the retina: a probe on DINOv2-small, overlays, and a page of them.
+
+    For APTOS 2019 as it is published (train.csv, train_images), at
+    https://www.kaggle.com/competitions/aptos2019-blindness-detection, or a folder of GRADE_NUMBER.jpg whose lowest
+    grade is no disease, such as https://github.com/SRahimDR/DR-image-dataset. The maps are no diagnosis.
+
+    Parameters
+    ----------
+    folder
+        The folder with the photographs and their grades.
+    page
+        The folder for index.html and its overlays. By default the folder retinopathy in --output.
+    limit
+        How many photographs the page shows, the grades in turn.
+    measured
+        How many photographs deletion and insertion are measured on; each takes a hundred forward passes.
+    """
+    with working("loading", quiet=common.quiet):
+        from attnflow.studies import retinopathy
+
+        quieten_transformers()
+    place = page or common.output / "retinopathy"
+    with progress("photographs", quiet=common.quiet) as called:
+        record = retinopathy.study(
+            folder,
+            page=place,
+            limit=limit,
+            measured=measured,
+            small=common.small,
+            seed=common.seed,
+            progress=called,
+        )
+    deliver(record, common)
+    note(f"wrote {place / 'index.html'}", quiet=common.quiet)
+
+
+@study.command
+def pronouns(*, model: str | None = None, common: Common = Common()) -> None:
+    """Figure 4 of Abnar & Zuidema 2020: does relevance point to the referent that a language model prefers?
+
+    A masked model is asked for the pronoun at its mask, a causal one for the next word. The data,
+    pronoun/winogender_templates.tsv, are published at https://github.com/rudinger/winogender-schemas.
+
+    Parameters
+    ----------
+    model
+        A masked or causal language model, in a local folder or on the Hugging Face hub. By default stories260K
+        (causal, https://huggingface.co/karpathy/tinyllamas) from the data.
+    """
+    with working("loading", quiet=common.quiet):
+        from attnflow.studies import pronouns
+
+        quieten_transformers()
+        common.output.mkdir(parents=True, exist_ok=True)
+    picture = common.output / "pronouns.png"
+    with progress("sentences", quiet=common.quiet) as called:
+        record = pronouns.study(
+            common.data, picture=picture, model=model, small=common.small, seed=common.seed, progress=called
+        )
+    deliver(record, common)
 
 
 def _json(path: Path) -> Any:

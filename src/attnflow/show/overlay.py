@@ -12,7 +12,7 @@ from PIL import Image
 
 from attnflow.relevance import Relevance
 from attnflow.show.canvas import blank, colour_bar, colour_map, literal
-from attnflow.show.colour import GROUND, Scale, patch_scale
+from attnflow.show.colour import GROUND, Scale, colours, patch_scale
 from attnflow.show.wording import method_and_query, patches, visible
 
 PANEL = 4.0  # inches, the longer side
@@ -90,6 +90,18 @@ def overlay(relevance: Relevance, image: Any) -> Figure:
     covered.set_axis_off()
     _finish(figure, covered, mesh, ends, relevance, (width, height))
     return figure
+
+
+def blended(grid: NDArray[np.float64], image: Image.Image) -> Image.Image:
+    """The photograph in grey under the map of its patches (row, column), as in `overlay`, and nothing beside it."""
+    ends = patch_scale(grid)
+    clipped = Image.fromarray(np.clip(grid, ends.low, ends.high).astype(np.float32))
+    shares = (np.asarray(clipped.resize(image.size, Image.Resampling.BILINEAR)) - ends.low) / (
+        ends.high - ends.low or 1
+    )
+    grey = np.interp(np.asarray(image.convert("L")) / 255, (0, 1), GREY)[..., None]
+    pixels = ALPHA * colours(GROUND, np.clip(shares, 0, 1)) + (1 - ALPHA) * grey
+    return Image.fromarray(np.rint(255 * pixels).astype(np.uint8))
 
 
 def _finish(

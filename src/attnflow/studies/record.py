@@ -72,8 +72,10 @@ def load(path: Path) -> Record:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("format") != _FORMAT:
             raise ValueError("another format")
-        rows: list[list[Any]] = content.pop("standings")
-        standings = [Standing._make(math.nan if value is None else value for value in row) for row in rows]
+        rows: list[list[Any]] = [
+            [math.nan if value is None else value for value in row] for row in content.pop("standings")
+        ]
+        standings = [Standing(*row) for row in rows]
         return Record(**content, standings=standings)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not hold a study that attnflow saved ({error})") from error
