@@ -26,7 +26,7 @@ ALLOWED = {
     "routes": {"trace", "relevance", "mixing", "graph", "methods", "propagate"},
     "baselines": {"trace", "relevance", "capturing"},
     "faithfulness": {"trace", "relevance", "capturing", "methods", "baselines"},
-    "studies": {"trace", "relevance", "capturing", "methods", "baselines", "faithfulness"},
+    "studies": {"trace", "relevance", "capturing", "methods", "baselines", "faithfulness", "show"},
     "cli": {"trace", "relevance", "capturing", "methods", "show", "faithfulness", "studies"},
 }
 

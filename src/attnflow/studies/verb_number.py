@@ -1,0 +1,215 @@
+"""Verb number (Abnar & Zuidema 2020, tables 1 and 2): do methods rank words as blank-out and input gradients do?
+
+Layers count from 1 in the study's tables, as the paper prints them: its layer 1 is the library's layer 0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from attnflow.capturing import capture
+from attnflow.faithfulness.results import Summary
+from attnflow.methods import METHODS
+from attnflow.show.plots import attention_graph, layer_maps, save_figure
+from attnflow.studies import verb_report
+from attnflow.studies.record import Record, Standing
+from attnflow.studies.verb_data import Sentence, VerbData, read
+from attnflow.studies.verb_measure import (
+    BLANK_OUT,
+    COLUMN_SUM,
+    GRADIENTS,
+    REFERENCES,
+    SIDES,
+    Measured,
+    agreement,
+    measure,
+    summaries,
+)
+from attnflow.studies.verb_training import Recipe, Trained, load_checkpoint, save_checkpoint, train
+from attnflow.trace import Trace
+
+Progress: TypeAlias = Callable[[str, int, int], object]
+
+STUDY = "verb-number"
+LENGTHS = ((2, 4), (5, 8), (9, 16), (17, 60))
+CHOSEN = ("the keys to the cabinet", "the author of the books that the critics like")
+FIGURES = ("raw", "rollout", "flow")
+
+
+def run(
+    folder: Path,
+    *,
+    small: bool = False,
+    seed: int = 0,
+    checkpoints: Path | None = None,
+    pictures: Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> Record:
+    """Train the models, or load them, measure every method on held-out sentences, and say what was found.
+
+    folder: with the files of Linzen et al. 2016. small: little training, few sentences. checkpoints: a folder for the
+    models; those that it holds are not trained again. pictures: a folder for figures 1 to 3. progress: called with what
+    is done, the steps done, and in all.
+
+    Raises FileNotFoundError where data are absent, ValueError for checkpoints made otherwise.
+    """
+    data = read(folder, seed=seed, examples=60 if small else 2000)
+    recipes = _recipes(seed, small=small)
+    trained = {name: _trained(name, recipe, data, checkpoints, progress) for name, recipe in recipes.items()}
+    main = next(iter(recipes))
+    if pictures is not None:
+        draw(trained[main], pictures)
+    measured = {
+        name: list(measure(one, data.test, seed, partial(progress, f"measuring: {name}")))
+        for name, one in trained.items()
+    }
+    held_out = {"natural": data.test} | {str(number): some for number, some in data.test_attracted.items()}
+    tables: dict[str, Any] = {
+        "test sentences": {name: len(some) for name, some in held_out.items()},
+        "accuracy": {
+            name: {kind: _accuracy(one, some) for kind, some in held_out.items()} for name, one in trained.items()
+        },
+        "correlations": {name: _correlations(some, seed) for name, some in measured.items()},
+        "depth": _depth(measured[main], seed),
+        "lengths": {
+            f"{low} to {high}": _last_layer([one for one in measured[main] if low <= one.count <= high])
+            for low, high in LENGTHS
+        },
+        "decisions": {
+            kind: _last_layer([one for one in measured[main] if one.right is right])
+            for kind, right in (("right", True), ("wrong", False))
+        },
+    }
+    return Record(
+        study=STUDY,
+        settings={
+            "seed": seed,
+            "split": data.split,
+            "models": {name: asdict(recipe) for name, recipe in recipes.items()},
+            "processor minutes of training": {name: round(one.minutes, 1) for name, one in trained.items()},
+        },
+        data=data.files,
+        tables=tables,
+        standings=_standings(tables["correlations"][main]),
+        words=verb_report.words(tables),
+    )
+
+
+def draw(trained: Trained, folder: Path) -> list[Path]:
+    """Figures 1 (graphs) and 2 and 3 (layer x token maps of CLS) of the paper for the CHOSEN sentences."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths: list[Path] = []
+    for number, sentence in enumerate(CHOSEN, start=1):
+        tokens = (*sentence.split(), "[CLS]")
+        trace = capture(trained.model, trained.ids([tokens[:-1]]), tokens=tokens)
+        assert isinstance(trace, Trace)
+        panels = {name: METHODS[name].function(trace, layer="all").every_layer for name in FIGURES}
+        graph = attention_graph(panels, tokens, query=-1)
+        maps = layer_maps([METHODS[name].function(trace, query=-1, layer="all") for name in FIGURES])
+        paths.append(save_figure(graph, folder / f"{STUDY}-graph-{number}.png"))
+        paths.append(save_figure(maps, folder / f"{STUDY}-maps-{number}.png"))
+    return paths
+
+
+def _recipes(seed: int, *, small: bool) -> dict[str, Recipe]:
+    """The models, the main one first: without a mask, as in the paper, from three seeds; with one; and trained less."""
+    steps = 40 if small else 8000
+    seeds = range(seed, seed + (1 if small else 3))
+    recipes = {f"no mask, seed {one}": Recipe(seed=one, causal=False, steps=steps) for one in seeds}
+    recipes["causal mask"] = Recipe(seed=seed, causal=True, steps=steps)
+    return recipes if small else recipes | {"no mask, 1/10 of the training": Recipe(seed, False, steps // 10)}
+
+
+def _trained(name: str, recipe: Recipe, data: VerbData, folder: Path | None, progress: Progress) -> Trained:
+    """The model from its checkpoint, or trained, and its checkpoint written."""
+    path = folder and folder / f"{name.replace(' ', '-').replace(',', '').replace('/', '-')}.safetensors"
+    if path is not None and path.exists():
+        return load_checkpoint(path, recipe, data)
+    trained = train(data, recipe, partial(progress, f"training: {name}"))
+    if path is not None:
+        save_checkpoint(trained, recipe, data, path)
+    return trained
+
+
+def _accuracy(trained: Trained, sentences: Sequence[Sentence]) -> float:
+    """The share of sentences whose verb the model gets right."""
+    by_length: dict[int, list[Sentence]] = defaultdict(list)
+    for one in sentences:
+        by_length[len(one.words)].append(one)
+    right = 0
+    for some in by_length.values():
+        plural = trained(trained.ids([one.words for one in some])).argmax(-1).bool().tolist()
+        right += sum(said == one.plural for said, one in zip(plural, some, strict=True))
+    return right / len(sentences)
+
+
+def _correlations(measured: Sequence[Measured], seed: int) -> dict[str, Any]:
+    """Side -> reference -> method -> its numbers, one for each layer."""
+    values = {side: agreement(measured, side) for side in SIDES}
+    return {
+        side: {
+            reference: _numbers(summaries(values[side][..., column], measured[0].scorers, reference, seed))
+            for column, reference in enumerate(REFERENCES)
+        }
+        for side in SIDES
+    }
+
+
+def _depth(measured: Sequence[Measured], seed: int) -> dict[str, Any]:
+    """Side -> reference -> method -> its last layer's correlation less the column sum's, sentence by sentence."""
+    scorers = measured[0].scorers
+    last = {name: place for place, (name, layer) in enumerate(scorers) if layer is not None}
+    found: dict[str, Any] = {}
+    for side in SIDES:
+        values = agreement(measured, side)
+        gains = values[:, list(last.values())] - values[:, [scorers.index((COLUMN_SUM, None))]]
+        found[side] = {
+            reference: _numbers(summaries(gains[..., column], [(name, None) for name in last], reference, seed))
+            for column, reference in enumerate(REFERENCES)
+        }
+    return found
+
+
+def _last_layer(measured: Sequence[Measured]) -> dict[str, Any]:
+    """Reference -> method -> mean at its last layer without CLS; and the number of sentences."""
+    if not measured:
+        return {"n": 0}
+    last = {name: place for place, (name, _) in enumerate(measured[0].scorers)}
+    means = np.nanmean(agreement(measured, "CLS outside"), axis=0)
+    by_reference = {
+        reference: {name: round(float(means[place, column]), 4) for name, place in last.items()}
+        for column, reference in enumerate(REFERENCES)
+    }
+    return {"n": len(measured), **by_reference}
+
+
+def _numbers(found: Sequence[Summary]) -> dict[str, dict[str, Any]]:
+    """Method -> mean, deviation and interval at each layer, and the number of sentences that define them."""
+    by_method: dict[str, list[Summary]] = defaultdict(list)
+    for one in found:
+        by_method[one.method].append(one)
+    return {
+        method: {
+            **{name: [round(getattr(one, name), 4) for one in some] for name in ("mean", "deviation", "low", "high")},
+            "n": some[0].n,
+        }
+        for method, some in by_method.items()
+    }
+
+
+def _standings(correlations: Mapping[str, Any]) -> list[Standing]:
+    """The last layer of every method and the trivial scores, without CLS."""
+    return [
+        Standing(f"{task} correlation, last layer, CLS outside", "up", method, *last, numbers["n"])
+        for task, reference in (("blank-out", BLANK_OUT), ("gradient", GRADIENTS[0]))
+        for method, numbers in correlations["CLS outside"][reference].items()
+        if (task, method) != ("gradient", "gradient-norm")
+        for last in [[numbers[name][-1] for name in ("mean", "low", "high")]]
+    ]
