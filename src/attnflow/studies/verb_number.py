@@ -29,11 +29,11 @@ from attnflow.studies.verb_measure import (
     SIDES,
     Measured,
     agreement,
+    correlations,
     measure,
     summaries,
 )
 from attnflow.studies.verb_training import Recipe, Trained, load_checkpoint, save_checkpoint, train
-from attnflow.trace import Trace
 
 Progress: TypeAlias = Callable[[str, int, int], object]
 
@@ -50,7 +50,7 @@ def run(
     seed: int = 0,
     checkpoints: Path | None = None,
     pictures: Path | None = None,
-    progress: Progress = lambda *_: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Record:
     """Train the models, or load them, measure every method on held-out sentences, and say what was found.
 
@@ -76,8 +76,13 @@ def run(
         "accuracy": {
             name: {kind: _accuracy(one, some) for kind, some in held_out.items()} for name, one in trained.items()
         },
-        "correlations": {name: _correlations(some, seed) for name, some in measured.items()},
+        "correlations": {
+            name: _correlations(some, REFERENCES if name == main else REFERENCES[:2], seed)
+            for name, some in measured.items()
+        },
         "depth": _depth(measured[main], seed),
+        "likeness to the column sum": _likeness(measured[main]),
+        "CLS first": _cls_first(measured[main]),
         "lengths": {
             f"{low} to {high}": _last_layer([one for one in measured[main] if low <= one.count <= high])
             for low, high in LENGTHS
@@ -103,18 +108,20 @@ def run(
 
 
 def draw(trained: Trained, folder: Path) -> list[Path]:
-    """Figures 1 (graphs) and 2 and 3 (layer x token maps of CLS) of the paper for the CHOSEN sentences."""
+    """Figures 1 (the graph) and 2 and 3 (layer x token maps of CLS) of the paper, for the CHOSEN sentences.
+
+    Every row is divided by its sum, as the official code does with flow.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for number, sentence in enumerate(CHOSEN, start=1):
         tokens = (*sentence.split(), "[CLS]")
         trace = capture(trained.model, trained.ids([tokens[:-1]]), tokens=tokens)
-        assert isinstance(trace, Trace)
-        panels = {name: METHODS[name].function(trace, layer="all").every_layer for name in FIGURES}
-        graph = attention_graph(panels, tokens, query=-1)
-        maps = layer_maps([METHODS[name].function(trace, query=-1, layer="all") for name in FIGURES])
-        paths.append(save_figure(graph, folder / f"{STUDY}-graph-{number}.png"))
-        paths.append(save_figure(maps, folder / f"{STUDY}-maps-{number}.png"))
+        if number == 1:
+            panels = {name: METHODS[name].function(trace, layer="all").normalized().every_layer for name in FIGURES}
+            paths.append(save_figure(attention_graph(panels, tokens, query=-1), folder / f"{STUDY}-graph.svg"))
+        maps = [METHODS[name].function(trace, query=-1, layer="all").normalized() for name in FIGURES]
+        paths.append(save_figure(layer_maps(maps), folder / f"{STUDY}-maps-{number}.png"))
     return paths
 
 
@@ -150,13 +157,13 @@ def _accuracy(trained: Trained, sentences: Sequence[Sentence]) -> float:
     return right / len(sentences)
 
 
-def _correlations(measured: Sequence[Measured], seed: int) -> dict[str, Any]:
+def _correlations(measured: Sequence[Measured], references: Sequence[str], seed: int) -> dict[str, Any]:
     """Side -> reference -> method -> its numbers, one for each layer."""
     values = {side: agreement(measured, side) for side in SIDES}
     return {
         side: {
             reference: _numbers(summaries(values[side][..., column], measured[0].scorers, reference, seed))
-            for column, reference in enumerate(REFERENCES)
+            for column, reference in enumerate(references)
         }
         for side in SIDES
     }
@@ -175,6 +182,23 @@ def _depth(measured: Sequence[Measured], seed: int) -> dict[str, Any]:
             for column, reference in enumerate(REFERENCES)
         }
     return found
+
+
+def _likeness(measured: Sequence[Measured]) -> dict[str, float]:
+    """Method -> the mean rank correlation of its last layer with the first layer's column sum, without CLS."""
+    scorers = measured[0].scorers
+    column = scorers.index((COLUMN_SUM, None))
+    values = [correlations(one.scores[:, :-1], one.scores[[column], :-1]) for one in measured]
+    means = np.nanmean(values, axis=(0, 2))
+    return {name: round(float(means[place]), 4) for place, (name, layer) in enumerate(scorers) if layer is not None}
+
+
+def _cls_first(measured: Sequence[Measured]) -> dict[str, float]:
+    """Reference or first layer of a method -> the share of sentences in which no token has more than CLS."""
+    places = {name: place for place, (name, layer) in enumerate(measured[0].scorers) if layer == 0}
+    rows = {reference: [one.references[place] for one in measured] for place, reference in enumerate(REFERENCES)}
+    rows |= {f"{name}, layer 1": [one.scores[place] for one in measured] for name, place in places.items()}
+    return {name: round(float(np.mean([row[-1] >= row.max() for row in some])), 4) for name, some in rows.items()}
 
 
 def _last_layer(measured: Sequence[Measured]) -> dict[str, Any]:
@@ -204,12 +228,16 @@ def _numbers(found: Sequence[Summary]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _standings(correlations: Mapping[str, Any]) -> list[Standing]:
-    """The last layer of every method and the trivial scores, without CLS."""
-    return [
-        Standing(f"{task} correlation, last layer, CLS outside", "up", method, *last, numbers["n"])
-        for task, reference in (("blank-out", BLANK_OUT), ("gradient", GRADIENTS[0]))
-        for method, numbers in correlations["CLS outside"][reference].items()
-        if (task, method) != ("gradient", "gradient-norm")
-        for last in [[numbers[name][-1] for name in ("mean", "low", "high")]]
-    ]
+def _standings(by_side: Mapping[str, Any]) -> list[Standing]:
+    """The last layer of every method, and the trivial scores, without CLS."""
+    found: list[Standing] = []
+    for task, reference in (("blank-out", BLANK_OUT), ("gradient", GRADIENTS[0])):
+        for method, numbers in by_side["CLS outside"][reference].items():
+            if (task, method) != ("gradient", "gradient-norm"):
+                mean, low, high = (numbers[name][-1] for name in ("mean", "low", "high"))
+                found.append(
+                    Standing(
+                        f"{task} correlation, last layer, CLS outside", "up", method, mean, low, high, numbers["n"]
+                    )
+                )
+    return found

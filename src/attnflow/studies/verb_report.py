@@ -46,34 +46,36 @@ def words(tables: Mapping[str, Any]) -> list[str]:
         f"{_two(outside['raw']['mean'][0])} and {_two(outside['rollout']['mean'][0])}, since they then rank the words "
         "alike.",
     ]
+    first = tables["CLS first"]
+    sentences.append(
+        f"CLS is the token whose blank-out changes the decision most in {_percent(first[BLANK_OUT])} of the sentences, "
+        f"and has the largest gradient in {_percent(first[SUM])}; at layer 1 raw attention gives it the highest score "
+        f"in {_percent(first['raw, layer 1'])}, rollout in {_percent(first['rollout, layer 1'])}."
+    )
     for reference in (BLANK_OUT, SUM):
         for side in SIDES:
             found = of_main[side][reference]
-            gain = _gain(tables["depth"][side][reference]["rollout"])
+            gains = [f"{name} {_gain(tables['depth'][side][reference][name])}" for name in METHODS]
+            tops = [
+                f"{name} {_two(found[name]['mean'][-1])} [paper {_two(cells[0][-1])}]"
+                for name, cells in PAPER[reference].items()
+            ]
             sentences.append(
-                f"Against {_named(reference)}, {side}, at the top layer: "
-                + ", ".join(
-                    f"{name} {_two(found[name]['mean'][-1])} [paper {_two(PAPER[reference][name][0][-1])}]"
-                    for name in PAPER[reference]
-                )
-                + f". The column sum of the first layer alone reaches {_two(found[COLUMN_SUM]['mean'][0])}; "
-                f"depth adds to it, in rollout, {gain}."
+                f"Against {_named(reference)}, {side}, the top layer reaches: {', '.join(tops)}. The column sum of the "
+                f"first layer alone reaches {_two(found[COLUMN_SUM]['mean'][0])}; depth adds: {', '.join(gains)}."
             )
-    others = {
-        name: _span(tables["correlations"][one][OUTSIDE][BLANK_OUT][name]["mean"][-1] for one in seeds)
-        for name in PAPER[BLANK_OUT]
-    }
-    if len(seeds) > 1:
-        sentences.append(
-            f"Over {len(seeds)} seeds the top layer against blank-out, {OUTSIDE}, gives "
-            + ", ".join(f"{name} {span}" for name, span in others.items())
-            + "."
-        )
+    alike = [f"{name} {_two(value)}" for name, value in tables["likeness to the column sum"].items()]
     sentences.append(
-        f"The four gradients at the top layer, {OUTSIDE}, give rollout "
-        + ", ".join(f"{_two(of_main[OUTSIDE][one]['rollout']['mean'][-1])} ({one})" for one in GRADIENTS)
-        + "."
+        f"The top layer ranks the words as the first layer's column sum does with a correlation of: {', '.join(alike)}."
     )
+    if len(seeds) > 1:
+        tops = [
+            f"{name} {_span(tables['correlations'][one][OUTSIDE][BLANK_OUT][name]['mean'][-1] for one in seeds)}"
+            for name in METHODS
+        ]
+        sentences.append(f"Over {len(seeds)} seeds the top layer, {OUTSIDE}, against blank-out: {', '.join(tops)}.")
+    tops = [f"{_two(of_main[OUTSIDE][one]['rollout']['mean'][-1])} ({one})" for one in GRADIENTS]
+    sentences.append(f"Rollout's top layer, {OUTSIDE}, against the four gradients: {', '.join(tops)}.")
     return sentences
 
 
