@@ -24,8 +24,10 @@ Scorer: TypeAlias = tuple[str, int | None]  # a method and its layer, or a basel
 Side: TypeAlias = Literal["CLS inside", "CLS outside"]
 
 BLANK_OUT = "blank-out"
-# Of p(singular) - p(plural), unless another is named.
-GRADIENTS = ("|sum|", "|sum| of the logit", "norm", "|gradient x input|")
+# Of p(singular) - p(plural), unless another is named. The sum over the embedding is what the official code takes. Here
+# it is rounding noise: GPT-2's blocks see an embedding through LayerNorm alone, which takes off the mean, so that one
+# number added to all of it changes nothing, and the gradient sums to 0.
+GRADIENTS = ("norm", "norm, of the logit", "|gradient x input|", "|sum|")
 REFERENCES = (BLANK_OUT, *GRADIENTS)
 COLUMN_SUM = "first-layer column sum"
 SIDES: tuple[Side, ...] = ("CLS inside", "CLS outside")
@@ -67,7 +69,7 @@ def measure(
             for place, trace in enumerate(traces if isinstance(traces, list) else [traces]):
                 references = np.concatenate([changes[place][None], slopes[place]])
                 rows = scores(trace)
-                rows["gradient-norm", None] = references[REFERENCES.index("norm")]
+                rows["gradient-norm", None] = references[REFERENCES.index(GRADIENTS[0])]
                 rows["random", None] = rng.random(count + 1)
                 yield Measured(count, right[place], tuple(rows), np.stack(list(rows.values())), references)
             done += len(some)
@@ -108,8 +110,8 @@ def gradients(trained: Trained, ids: torch.Tensor) -> Floats:
     logits = trained.model.of_embeddings(words)
     (difference,) = torch.autograd.grad((logits[:, 0] - logits[:, 1]).sum(), words, retain_graph=True)
     (logit,) = torch.autograd.grad(logits.amax(-1).sum(), words)
-    rows = [difference.sum(-1).abs(), logit.sum(-1).abs(), difference.norm(dim=-1)]
-    rows.append((difference * words.detach()).sum(-1).abs())
+    products = (difference * words.detach()).sum(-1).abs()
+    rows = [difference.norm(dim=-1), logit.norm(dim=-1), products, difference.sum(-1).abs()]
     return torch.stack(rows, 1).double().numpy()
 
 

@@ -11,16 +11,16 @@ from attnflow.studies.record import Record
 from attnflow.studies.verb_measure import BLANK_OUT, COLUMN_SUM, GRADIENTS, SIDES
 
 INSIDE, OUTSIDE = SIDES
-SUM = GRADIENTS[0]
+NORM, SUM = GRADIENTS[0], GRADIENTS[-1]
 ACCURACY = 0.96
-# Abnar & Zuidema 2020, tables 1 and 2: means and deviations at layers 1 to 6.
+# Abnar & Zuidema 2020, tables 1 and 2: means and deviations at layers 1 to 6. They do not say which gradient it is.
 PAPER = {
     BLANK_OUT: {
         "raw": ((0.69, 0.10, -0.11, -0.09, 0.20, 0.29), (0.27, 0.43, 0.49, 0.52, 0.45, 0.39)),
         "rollout": ((0.32, 0.38, 0.51, 0.62, 0.70, 0.71), (0.26, 0.27, 0.26, 0.26, 0.25, 0.24)),
         "flow": ((0.32, 0.44, 0.70, 0.70, 0.71, 0.70), (0.26, 0.29, 0.25, 0.22, 0.22, 0.22)),
     },
-    SUM: {
+    NORM: {
         "raw": ((0.53, 0.16, -0.06, 0.00, 0.24, 0.46), (0.33, 0.38, 0.42, 0.47, 0.40, 0.35)),
         "rollout": ((0.22, 0.27, 0.39, 0.47, 0.53, 0.54), (0.31, 0.32, 0.32, 0.32, 0.32, 0.31)),
         "flow": ((0.22, 0.31, 0.54, 0.61, 0.60, 0.61), (0.31, 0.34, 0.32, 0.28, 0.28, 0.28)),
@@ -49,10 +49,10 @@ def words(tables: Mapping[str, Any]) -> list[str]:
     first = tables["CLS first"]
     sentences.append(
         f"CLS is the token whose blank-out changes the decision most in {_percent(first[BLANK_OUT])} of the sentences, "
-        f"and has the largest gradient in {_percent(first[SUM])}; at layer 1 raw attention gives it the highest score "
+        f"and has the largest gradient in {_percent(first[NORM])}; at layer 1 raw attention gives it the highest score "
         f"in {_percent(first['raw, layer 1'])}, rollout in {_percent(first['rollout, layer 1'])}."
     )
-    for reference in (BLANK_OUT, SUM):
+    for reference in (BLANK_OUT, NORM):
         for side in SIDES:
             found = of_main[side][reference]
             gains = [f"{name} {_gain(tables['depth'][side][reference][name])}" for name in METHODS]
@@ -75,6 +75,11 @@ def words(tables: Mapping[str, Any]) -> list[str]:
         ]
         sentences.append(f"Over {len(seeds)} seeds the top layer, {OUTSIDE}, against blank-out: {', '.join(tops)}.")
     tops = [f"{_two(of_main[OUTSIDE][one]['rollout']['mean'][-1])} ({one})" for one in GRADIENTS]
+    share = tables["gradient sum over norm"]
+    sentences.append(
+        f"The sum of a gradient over the embedding is {share:.0e} of its norm: GPT-2's blocks see an embedding without "
+        "its mean, so that by algebra the sum is 0, and what correlates with it correlates with rounding."
+    )
     sentences.append(f"Rollout's top layer, {OUTSIDE}, against the four gradients: {', '.join(tops)}.")
     return sentences
 
@@ -96,7 +101,7 @@ def markdown(record: Record) -> str:
         ["model", *(f"{kind} ({tables['test sentences'][kind]})" for kind in kinds)],
         [[name, *(_percent(row[kind]) for kind in kinds)] for name, row in tables["accuracy"].items()],
     )
-    for number, reference in enumerate((BLANK_OUT, SUM), start=1):
+    for number, reference in enumerate((BLANK_OUT, NORM), start=1):
         lines += ["", f"## Table {number}: Spearman correlation with {_named(reference)}", ""]
         lines += [f"Mean ± deviation over sentences ({main}); layers count from 1, as in the paper.", ""]
         lines += _paper_table(reference, tables["correlations"][main])
@@ -112,27 +117,27 @@ def markdown(record: Record) -> str:
                     for side in SIDES
                 ),
             ]
-            for method in tables["correlations"][main][OUTSIDE][SUM]
+            for method in tables["correlations"][main][OUTSIDE][NORM]
         ],
     )
     lines += ["", "## What depth adds over the first layer's column sum", ""]
     lines += ["The last layer's correlation less that of the column sum, with its 95 % interval.", ""]
     lines += _table(
-        ["method", *(f"{_named(one)}, {side}" for one in (BLANK_OUT, SUM) for side in SIDES)],
+        ["method", *(f"{_named(one)}, {side}" for one in (BLANK_OUT, NORM) for side in SIDES)],
         [
-            [method, *(_gain(tables["depth"][side][one][method]) for one in (BLANK_OUT, SUM) for side in SIDES)]
-            for method in tables["depth"][OUTSIDE][SUM]
+            [method, *(_gain(tables["depth"][side][one][method]) for one in (BLANK_OUT, NORM) for side in SIDES)]
+            for method in tables["depth"][OUTSIDE][NORM]
         ],
     )
     shown = [*METHODS, COLUMN_SUM]
     lines += ["", "## Seeds, mask and training: the last layer, CLS outside", ""]
     lines += _table(
-        ["model", "accuracy", *(f"{_named(one)}: {name}" for one in (BLANK_OUT, SUM) for name in shown)],
+        ["model", "accuracy", *(f"{_named(one)}: {name}" for one in (BLANK_OUT, NORM) for name in shown)],
         [
             [
                 model,
                 _percent(tables["accuracy"][model]["natural"]),
-                *(_two(found[OUTSIDE][one][name]["mean"][-1]) for one in (BLANK_OUT, SUM) for name in shown),
+                *(_two(found[OUTSIDE][one][name]["mean"][-1]) for one in (BLANK_OUT, NORM) for name in shown),
             ]
             for model, found in tables["correlations"].items()
         ],
@@ -140,9 +145,9 @@ def markdown(record: Record) -> str:
     lines += ["", "## Length of the sentence, and right or wrong decisions: the last layer, CLS outside", ""]
     rows = {f"{length} words": row for length, row in tables["lengths"].items()} | tables["decisions"]
     lines += _table(
-        ["sentences", "n", *(f"{_named(one)}: {name}" for one in (BLANK_OUT, SUM) for name in shown)],
+        ["sentences", "n", *(f"{_named(one)}: {name}" for one in (BLANK_OUT, NORM) for name in shown)],
         [
-            [name, str(row["n"]), *(_two(row[one][method]) for one in (BLANK_OUT, SUM) for method in shown)]
+            [name, str(row["n"]), *(_two(row[one][method]) for one in (BLANK_OUT, NORM) for method in shown)]
             for name, row in rows.items()
             if row["n"]
         ],
