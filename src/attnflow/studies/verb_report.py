@@ -30,58 +30,70 @@ PAPER = {
 
 def words(tables: Mapping[str, Any]) -> list[str]:
     """What the numbers say, a sentence each."""
-    models = list(tables["accuracy"])
-    main, seeds = models[0], [name for name in models if name.startswith("no mask, seed")]
-    of_main = tables["correlations"][main]
-    inside, outside = (of_main[side][BLANK_OUT] for side in SIDES)
-    natural = {name: tables["accuracy"][name]["natural"] for name in models}
-    sentences = [
-        f"The model without a mask is right about {_percent(natural[main])} of {tables['test sentences']['natural']} "
-        f"held-out natural sentences (paper: {_percent(ACCURACY)}, with about a hundred times the data); "
-        + "; ".join(f"{name}: {_percent(natural[name])}" for name in models[1:])
+    main = next(iter(tables["accuracy"]))
+    return [
+        _on_accuracy(tables),
+        *_on_layer_1(tables, tables["correlations"][main]),
+        *(_on_depth(tables, main, reference, side) for reference in (BLANK_OUT, NORM) for side in SIDES),
+        "The top layer ranks the words as the first layer's column sum does with a correlation of: "
+        + ", ".join(f"{name} {_two(value)}" for name, value in tables["likeness to the column sum"].items())
         + ".",
-        f"At layer 1 and with CLS inside the correlation, raw attention reaches {_two(inside['raw']['mean'][0])} and "
-        f"rollout {_two(inside['rollout']['mean'][0])} against blank-out [paper {_two(PAPER[BLANK_OUT]['raw'][0][0])} "
-        f"and {_two(PAPER[BLANK_OUT]['rollout'][0][0])}]; with CLS outside both reach "
-        f"{_two(outside['raw']['mean'][0])} and {_two(outside['rollout']['mean'][0])}, since they then rank the words "
-        "alike.",
+        _on_models(tables),
+        f"The sum of a gradient over the embedding is {tables['gradient sum over norm']:.0e} of its norm: LayerNorm takes "
+        "the mean off whatever it sees, so that by algebra the sum is 0, and what correlates with it is rounding.",
     ]
+
+
+def _on_accuracy(tables: Mapping[str, Any]) -> str:
+    count = tables["test sentences"]["natural"]
+    natural = {name: row["natural"] for name, row in tables["accuracy"].items()}
+    share = next(iter(natural.values()))
+    return (
+        f"Right about the number in {count} held-out natural sentences: "
+        + ", ".join(f"{_percent(value)} ({name})" for name, value in natural.items())
+        + f"; the standard error is {_percent(math.sqrt(share * (1 - share) / count))}, and the paper's model, with "
+        f"about a hundred times the data, reached {_percent(ACCURACY)}."
+    )
+
+
+def _on_layer_1(tables: Mapping[str, Any], correlations: Mapping[str, Any]) -> list[str]:
+    reached = {(side, name): _two(correlations[side][BLANK_OUT][name]["mean"][0]) for side in SIDES for name in METHODS}
+    papers = {name: _two(means[0]) for name, (means, _) in PAPER[BLANK_OUT].items()}
     first = tables["CLS first"]
-    sentences.append(
+    return [
+        f"At layer 1, {INSIDE}, raw reaches {reached[INSIDE, 'raw']} and rollout {reached[INSIDE, 'rollout']} "
+        f"against blank-out [paper {papers['raw']} and {papers['rollout']}]; {OUTSIDE}, {reached[OUTSIDE, 'raw']} and "
+        f"{reached[OUTSIDE, 'rollout']}, since they then rank the words alike.",
         f"CLS is the token whose blank-out changes the decision most in {_percent(first[BLANK_OUT])} of the sentences, "
         f"and has the largest gradient in {_percent(first[NORM])}; at layer 1 raw attention gives it the highest score "
-        f"in {_percent(first['raw, layer 1'])}, rollout in {_percent(first['rollout, layer 1'])}."
+        f"in {_percent(first['raw, layer 1'])}, rollout in {_percent(first['rollout, layer 1'])}.",
+    ]
+
+
+def _on_depth(tables: Mapping[str, Any], model: str, reference: str, side: str) -> str:
+    found = tables["correlations"][model][side][reference]
+    tops = [
+        f"{name} {_two(found[name]['mean'][-1])} [paper {_two(means[-1])}]"
+        for name, (means, _) in PAPER[reference].items()
+    ]
+    gains = [f"{name} {_gain(tables['depth'][side][reference][name])}" for name in METHODS]
+    return (
+        f"Against {_named(reference)}, {side}, the top layer reaches: {', '.join(tops)}. The column sum of the first "
+        f"layer alone reaches {_two(found[COLUMN_SUM]['mean'][0])}; depth adds: {', '.join(gains)}."
     )
-    for reference in (BLANK_OUT, NORM):
-        for side in SIDES:
-            found = of_main[side][reference]
-            gains = [f"{name} {_gain(tables['depth'][side][reference][name])}" for name in METHODS]
-            tops = [
-                f"{name} {_two(found[name]['mean'][-1])} [paper {_two(cells[0][-1])}]"
-                for name, cells in PAPER[reference].items()
-            ]
-            sentences.append(
-                f"Against {_named(reference)}, {side}, the top layer reaches: {', '.join(tops)}. The column sum of the "
-                f"first layer alone reaches {_two(found[COLUMN_SUM]['mean'][0])}; depth adds: {', '.join(gains)}."
-            )
-    alike = [f"{name} {_two(value)}" for name, value in tables["likeness to the column sum"].items()]
-    sentences.append(
-        f"The top layer ranks the words as the first layer's column sum does with a correlation of: {', '.join(alike)}."
+
+
+def _on_models(tables: Mapping[str, Any]) -> str:
+    """How the top layer differs from model to model."""
+    rows = {
+        name: ", ".join(f"{method} {_two(found[OUTSIDE][BLANK_OUT][method]['mean'][-1])}" for method in METHODS)
+        for name, found in tables["correlations"].items()
+    }
+    return (
+        f"The top layer against blank-out, {OUTSIDE}, by model: "
+        + "; ".join(f"{name}: {row}" for name, row in rows.items())
+        + "."
     )
-    if len(seeds) > 1:
-        tops = [
-            f"{name} {_span(tables['correlations'][one][OUTSIDE][BLANK_OUT][name]['mean'][-1] for one in seeds)}"
-            for name in METHODS
-        ]
-        sentences.append(f"Over {len(seeds)} seeds the top layer, {OUTSIDE}, against blank-out: {', '.join(tops)}.")
-    tops = [f"{_two(of_main[OUTSIDE][one]['rollout']['mean'][-1])} ({one})" for one in GRADIENTS]
-    share = tables["gradient sum over norm"]
-    sentences.append(
-        f"The sum of a gradient over the embedding is {share:.0e} of its norm: GPT-2's blocks see an embedding without "
-        "its mean, so that by algebra the sum is 0, and what correlates with it correlates with rounding."
-    )
-    sentences.append(f"Rollout's top layer, {OUTSIDE}, against the four gradients: {', '.join(tops)}.")
-    return sentences
 
 
 def markdown(record: Record) -> str:
@@ -181,11 +193,6 @@ def _named(reference: str) -> str:
 
 def _gain(found: Mapping[str, Any]) -> str:
     return f"{found['mean'][0]:+.2f} ({found['low'][0]:+.2f} to {found['high'][0]:+.2f})"
-
-
-def _span(values: Iterable[float]) -> str:
-    several = list(values)
-    return f"{_two(min(several))} to {_two(max(several))}"
 
 
 def _two(value: float | None) -> str:
