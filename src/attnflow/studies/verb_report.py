@@ -39,8 +39,8 @@ def words(tables: Mapping[str, Any]) -> list[str]:
         + ", ".join(f"{name} {_two(value)}" for name, value in tables["likeness to the column sum"].items())
         + ".",
         _on_models(tables),
-        f"The sum of a gradient over the embedding is {tables['gradient sum over norm']:.0e} of its norm: LayerNorm takes "
-        "the mean off whatever it sees, so that by algebra the sum is 0, and what correlates with it is rounding.",
+        f"The sum of a gradient over the embedding is {tables['gradient sum over norm']:.0e} of its norm: LayerNorm "
+        "takes off the mean of what it sees, so that by algebra the sum is 0, and what correlates with it is rounding.",
     ]
 
 
