@@ -62,8 +62,8 @@ class VerbData:
 def read(folder: Path, *, seed: int, examples: int = 2000, attracted: int = 500) -> VerbData:
     """The preambles of Linzen et al. 2016 in a folder or its verb_number, as files of "VBZ or VBP, tab, words".
 
-    Held out: `examples` of numpred.val, drawn from the seed, and `attracted` of each
-    numpred.test.N (at most half of it). numpred.train is trained on if it is there. Files may end in .gz.
+    Held out: `examples` of numpred.val, drawn from the seed, and `attracted` of each numpred.test.N (at most half of
+    it). numpred.train is trained on if it is there. Files may end in .gz.
 
     Raises FileNotFoundError for a file that is absent, with where it is published.
     """

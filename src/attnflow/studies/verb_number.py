@@ -98,6 +98,8 @@ def run(
         settings={
             "seed": seed,
             "split": data.split,
+            "training sentences": {"natural": len(data.natural), "with attractors": len(data.attracted)},
+            "words known": len(trained[main].vocabulary),
             "models": {name: asdict(recipe) for name, recipe in recipes.items()},
             "processor minutes of training": {name: round(one.minutes, 1) for name, one in trained.items()},
         },
