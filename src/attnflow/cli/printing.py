@@ -44,3 +44,17 @@ def progress(what: str, *, quiet: bool) -> Generator[Callable[[int, int | None],
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def stages(*, quiet: bool) -> Generator[Callable[[str, int, int], object]]:
+    """`progress` for work in several stages: called with the stage, the steps done, and in all."""
+    if quiet or not (sys.stderr and sys.stderr.isatty()):
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from attnflow.cli.explain import quieten_transformers
-from attnflow.cli.printing import note, print_json, progress, working
+from attnflow.cli.printing import note, print_json, progress, stages, working
 
 if TYPE_CHECKING:
     from attnflow.studies.record import Record
@@ -181,3 +181,34 @@ def _print(record: Record) -> None:
     console.print(table)
     for sentence in record.words:
         console.print(f"- {sentence}", markup=False, highlight=False)
+
+
+@study.command(name="verb-number")
+def verb_number(*, checkpoints: Path | None = None, common: Common = Common()) -> None:
+    """Tables 1 and 2 and figures 1 to 3 of the paper: is a verb singular or plural?
+
+    Trains the paper's model (6 layers, 8 heads, width 128) without a mask from three seeds, with a causal mask, and a
+    tenth as long; then correlates every method at every layer with blank-out and with input gradients. The data are
+    those of Linzen et al. 2016, published at https://github.com/TalLinzen/rnn_agreement: numpred.val and numpred.test.1
+    to .5; with numpred.train in the same folder, it is trained on as well.
+
+    Parameters
+    ----------
+    checkpoints
+        A folder for the trained models. Those that it holds are not trained again, so a run that was killed goes on.
+    """
+    with stages(quiet=common.quiet) as progress:
+        from attnflow.relevance import write_whole
+        from attnflow.studies import verb_number, verb_report
+
+        record = verb_number.run(
+            common.data,
+            small=common.small,
+            seed=common.seed,
+            checkpoints=checkpoints,
+            pictures=common.output,
+            progress=progress,
+        )
+    deliver(record, common)
+    report = verb_report.markdown(record)
+    write_whole(common.output / f"{record.study}.md", lambda file: file.write(report.encode()))

@@ -14,7 +14,7 @@ from attnflow.capturing import capture
 from attnflow.faithfulness.results import Evaluation, Row, Summary
 from attnflow.methods import METHODS, raw
 from attnflow.relevance import Relevance
-from attnflow.trace import Query, Trace
+from attnflow.trace import Grid, Query, Trace
 
 Floats: TypeAlias = NDArray[np.float64]
 Progress: TypeAlias = Callable[[int, int | None], object]
@@ -91,10 +91,10 @@ def means(entries: Iterable[Summary]) -> Mapping[str, float]:
     return {one.method: one.mean for one in entries}
 
 
-def _centre(trace: Trace, grid: tuple[int, int]) -> Floats:
+def _centre(trace: Trace, grid: Grid) -> Floats:
     """Minus the distance of each patch from the middle, in patches; prefix tokens have the least."""
-    rows, columns = np.indices(grid)
-    distance = np.hypot(rows - (grid[0] - 1) / 2, columns - (grid[1] - 1) / 2).ravel()
+    middle = (np.array(grid) - 1) / 2
+    distance = np.linalg.norm(np.indices(grid).reshape(len(grid), -1).T - middle, axis=1)
     result = np.full(len(trace.tokens), -distance.max())
     result[patches(trace)] = -distance
     return result
