@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+import attnflow
+from attnflow import memory
 from attnflow.graph import attention_graph
 from attnflow.trace import query_positions
 
@@ -44,3 +46,22 @@ def test_transitions_are_made_for_what_is_asked():
     assert graph.top(2).shape == (2, 3)
     assert [transition.number for transition in graph.below(2)] == [1]
     assert graph.settings["residual"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "edges"),
+    [
+        (attnflow.rollout, {}, 50 * 50 * 3),
+        (attnflow.rollout, {"query": 0}, 50 * 3),
+        (attnflow.raw, {"layer": "all"}, 50 * 50 * 6),
+        (attnflow.flow, {"query": 0}, 50 * 3 + 3 * 50 * 50),
+        (attnflow.flow_bounds, {"query": 0, "start_layer": 2}, 50 * 3 + 50 * 50),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_any_work(monkeypatch, method, settings, edges):
+    layers = [np.full((50, 50), 0.02)] * 4
+    monkeypatch.setattr(memory, "free_memory", lambda device: 8 * edges - 1)
+    with pytest.raises(MemoryError, match=r"layers of up to 50 positions.* GB are free; explain fewer queries"):
+        method(layers, **settings)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**9)
+    method(layers, **settings)

@@ -22,7 +22,7 @@ ALLOWED = {
     "mixing": {"layers"},
     "propagate": {"memory"},
     "show": {"relevance"},
-    "graph": {"trace", "mixing"},
+    "graph": {"trace", "mixing", "memory"},
     "methods": {"layers", "trace", "relevance", "mixing", "graph", "propagate"},
     "routes": {"trace", "relevance", "mixing", "graph", "methods", "propagate"},
     "baselines": {"trace", "relevance", "capturing"},

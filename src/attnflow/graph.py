@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
+from attnflow.memory import check_memory
 from attnflow.mixing import HeadFusion, Transition
 from attnflow.trace import GENERATED, Query, Role, Trace, query_positions
 
@@ -45,6 +46,24 @@ class AttentionGraph:
         """The transitions of the layers under an explained layer, the lowest first."""
         bottom = number if self.bottom is None else self.bottom
         return [self._transition(below, None) for below in range(bottom, number)]
+
+    def check_room(self, *, whole_layers: bool) -> None:
+        """Refuse, before any work, edges that cannot fit where the trace lies.
+
+        That is the rows of the queries, for each explained layer and twice on their way down; and with whole_layers
+        all edges of every layer below at once. Raises MemoryError with the estimate and what to do.
+        """
+        below = self.below(self.explained[-1])
+        widest = max(max(self.trace.layers[number].shape[1:]) for number in range(self.explained[-1] + 1))
+        edges = len(self.queries) * widest * (len(self.explained) + 2) + whole_layers * len(below) * widest**2
+        what = "all edges of" if whole_layers else "rows through"
+        check_memory(
+            8 * edges,
+            f"{what} {len(below) + 1} layers of up to {widest:,} positions, for {len(self.queries):,} queries in "
+            f"{len(self.explained)} of them,",
+            "explain fewer queries at a time (query=...), or fewer layers (layer=..., start_layer=...)",
+            self.trace.layers[-1].attention([]).device,
+        )
 
     def evenly(self) -> AttentionGraph:
         """The same graph as if every layer attended evenly to all that it may attend to."""

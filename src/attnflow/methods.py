@@ -79,7 +79,8 @@ def rollout(
 
     Rows sum to 1 where the transitions' rows do; nothing is renormalised, where the official code divides again.
 
-    Raises ValueError for a setting out of range, or attention on which the method is not defined.
+    Raises ValueError for a setting out of range, or attention on which the method is not defined; MemoryError, before
+    any work, for more rows than fit into memory.
 
     >>> import attnflow
     >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
@@ -247,14 +248,17 @@ def _explain(
 
 def _carried(carry: Carry, graph: AttentionGraph) -> list[Any]:
     """The scores (query, token) of each explained layer."""
+    graph.check_room(whole_layers=False)
     return [carry(graph.top(number), graph.below(number)) for number in graph.explained]
 
 
 def capacities(graph: AttentionGraph) -> tuple[list[Any], list[Any]]:
     """The rows (query, key) of each explained layer, and the layers below the topmost, as `flow_of_layers` takes them.
 
-    Raises ValueError where positions that pass on 1, since a layer below leaves them out, would limit a flow.
+    Raises MemoryError where they cannot fit; ValueError where positions that pass on 1, since a layer below leaves them
+    out, would limit a flow.
     """
+    graph.check_room(whole_layers=True)
     below = graph.below(graph.explained[-1])
     tops = [graph.top(number) for number in graph.explained]
     highest = max(float(top.sum(-1).max()) for top in tops)
