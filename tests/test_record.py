@@ -2,10 +2,13 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
-from attnflow.studies.record import Record, Standing, checksums, load, required
+from attnflow.studies.record import Record, Standing, checksums, league, load, required
+
+STUDIES = Path(__file__).parents[1] / "docs" / "studies"
 
 
 def record(study, *standings, words=("One sentence.",)):
@@ -51,3 +54,9 @@ def test_data_that_are_absent_are_named_with_where_to_get_them(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there\.txt, which is not there; the data are published at https"):
         required(tmp_path, "here.txt", "there.txt", published="https://example.org")
     assert checksums([tmp_path / "here.txt"])["here.txt"].startswith("2d711642b726b044")
+
+
+def test_the_league_in_the_docs_is_that_of_the_records_beside_it():
+    records = [load(path) for path in sorted(STUDIES.glob("*.json"))]
+    assert league(records) == (STUDIES / "league.md").read_text()
+    assert all(one.settings["seed"] == 0 and one.versions and one.data for one in records)
