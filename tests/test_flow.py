@@ -392,9 +392,11 @@ def test_an_error_in_the_callback_ends_the_call():
 
 
 LONG = """
+import signal
 import numpy as np
 from attnflow.propagate.flow import flow
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 weights = np.exp(8 * np.random.default_rng(0).normal(size=(8, 256, 256)))
 layers = list(weights / weights.sum(-1, keepdims=True) + np.eye(256))
 flow(layers[-1], layers[:-1], progress=lambda done, pairs: print("under way", flush=True))
