@@ -751,7 +751,7 @@ def line_of(m: int, i: int, j: int, work: Work) -> int:
         owner[0] += 1
         line[at] = owner[0]
         owner[owner[0]] = at
-    return line[at]
+    return int(line[at])
 
 
 @kernel
