@@ -1,5 +1,7 @@
 """The flow engine against slow references, on examples, random graphs, real attention, and wrong input."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -156,9 +158,9 @@ def test_half_ways_that_meet_give_the_same(monkeypatch):
     monkeypatch.setattr(engine, "_WORTH_A_SAMPLE", np.inf)
     plain = flow(layers[-1], layers[:-1])
     found = []
-    half_ways = engine._half_ways
+    meeting = engine._meeting
     monkeypatch.setattr(engine, "_WORTH_A_SAMPLE", 0)
-    monkeypatch.setattr(engine, "_half_ways", lambda *given: found.append(half_ways(*given)) or found[-1])
+    monkeypatch.setattr(engine, "_meeting", lambda *given: found.append(meeting(*given)) or found[-1])
     met = flow(layers[-1], layers[:-1])
     assert found[0][0] >= 0, "no pair of the sample met"
     np.testing.assert_array_equal(met.values, plain.values)
@@ -181,11 +183,12 @@ def test_bounds_left_out_change_nothing(kind, monkeypatch):
 def test_bounds_are_left_out_where_only_the_ends_bind(monkeypatch):
     rng = np.random.default_rng(13)
     even = [0.5 * rng.dirichlet(np.ones(40), 40) + 0.5 * np.eye(40) for _ in range(6)]
-    narrow = [*even[:3], even[3] / 100, *even[4:]]
+    sharp = [np.exp(8 * rng.normal(size=(40, 40))) for _ in range(6)]
+    sharp = [0.5 * layer / layer.sum(1, keepdims=True) + 0.5 * np.eye(40) for layer in sharp]
     asked, ask = [], engine._ends_bind
     monkeypatch.setattr(engine, "_WORTH_LEAVING_OUT", 0)
     monkeypatch.setattr(engine, "_ends_bind", lambda *given: asked.append(ask(*given)) or asked[-1])
-    for layers in (even, narrow):
+    for layers in (even, sharp):
         left_out = flow(layers[-1][:2], layers[:-1])
         np.testing.assert_allclose(left_out.values, flow(layers[-1], layers[:-1]).values[:2], **CLOSE)
     assert asked == [True, False, False, False]
@@ -332,6 +335,21 @@ def test_says_when_it_compiles(monkeypatch, caplog):
     assert not caplog.text
 
 
+def test_nothing_compiles_later(monkeypatch):
+    monkeypatch.setattr(engine, "_WORTH_LEAVING_OUT", 0)
+    monkeypatch.setattr(engine, "_WORTH_A_SAMPLE", 0)
+    kernels = {name: one for name, one in vars(engine.load_kernels()).items() if hasattr(one, "signatures")}
+    before = {name: len(one.signatures) for name, one in kernels.items()}
+    layers = random_layers(np.random.default_rng(14), "sharp", depth=6, width=10)
+    flow(layers[-1], layers[:-1])
+    flow(layers[-1][:2], layers[:-1])
+    flow_of_layers(layers, layers[:-1], sinks=[1])
+    flow_bounds(layers[-1], layers[:-1])
+    min_cut(layers[-1], layers[:-1], [2, 3], 4)
+    paths(layers[-1], layers[:-1], 2, [4, 5])
+    assert {name: len(one.signatures) for name, one in kernels.items()} == before
+
+
 def test_compiles_where_nothing_can_be_written():
     names = {}
     exec("def double(x):\n    return 2 * x", names)  # in no file, so that numba has no place for its code
@@ -374,6 +392,31 @@ def test_an_error_in_the_callback_ends_the_call():
     assert time.perf_counter() - before < 1
 
 
+LONG = """
+import signal
+import numpy as np
+from attnflow.propagate.flow import flow
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
+weights = np.exp(8 * np.random.default_rng(0).normal(size=(8, 256, 256)))
+layers = list(weights / weights.sum(-1, keepdims=True) + np.eye(256))
+flow(layers[-1], layers[:-1], progress=lambda done, pairs: print("under way", flush=True))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to another process")
+def test_ctrl_c_ends_a_long_flow():
+    with subprocess.Popen([sys.executable, "-c", LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"under way\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            _, errors = process.communicate(timeout=5)
+        finally:
+            process.kill()
+    assert process.returncode != 0
+    assert b"KeyboardInterrupt" in errors
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-9, 1e308])
 def test_capacities_that_are_not(value):
     layers = [np.ones((4, 4)) for _ in range(3)]
@@ -407,3 +450,14 @@ def test_importing_is_light():
     code = "import sys, attnflow.propagate.flow; print(sorted({'numba', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_torch_keeps_its_threads():
+    """Numba starts threads at the first flow of a process, which resets torch's count where both use OpenMP."""
+    code = (
+        "import torch, numpy as np; torch.set_num_threads(1); from attnflow.propagate.flow import flow; "
+        "flow(np.eye(3), [np.eye(3)] * 2); print(torch.get_num_threads())"
+    )
+    environment = os.environ | {"NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == "1"

@@ -6,13 +6,15 @@ demands from level 0, so neither is a node. Levels narrower than the widest are 
 
     capacity  (layer, query, key)    what an edge carries; read only, shared by all pairs
     straight  (layer, node)          what the edge from a query to the key at its own place carries, side by side
-    flow      (layer, query, key)    what it carries for this pair; zeros again after each pair
+    flow      (line, 8)              what 8 neighbouring edges of a query carry for this pair, only where any does
+    line      (layer query key/8,)   the line of each 8 edges in `flow`; 0, whose flow is always 0, where none carries
+    owner     (line,)                the reverse: the place in `line` that refers to a line; owner[0] counts the lines
     down      (layer, query, word)   bit k of a row: the edge to key k has room left
     up        (layer, key, word)     bit q of a row: the edge from query q carries flow, which could be taken back
     excess    (level, node)          flow that has come to a node and not gone on; on top, what is not sent yet
     need      (level, node)          flow that a node has sent on, and still has to receive; at 0, the demand
     upper     (level, query, node)   how much each query alone can bring to a node
-    lower     (level, token, node)   how much each node alone can send to a token, or a bound of it
+    lower     (level, token, node)   how much each node alone can send to a token; above level 0 it may be left out
 
 Words are 64 bits. How it works, and what was tried and did not win, is in docs/flow.md. All kernels that call each
 other are in this file, because numba's cache on disk notices only changes of the file that a kernel is in.
@@ -41,6 +43,9 @@ ONE = np.uint64(1)
 # Places are masked with this where it changes nothing but tells the compiler that they are not negative: numba then
 # leaves out its step for places counted from the end, which took 11 % of the time of sharp heads.
 PLACE = 2**31 - 1
+# A node is heavy with so many times the mean of its level to give; to look for them costs more than it brings on levels
+# of one word.
+HEAVY = 16.0
 
 # Amounts below this share of a pair's upper bound are the dust of rounding, not flow (float64 has 2^-52).
 DUST = 2.0**-50
@@ -67,6 +72,8 @@ class Work(NamedTuple):
     """The memory of one thread; see the layout above, and `distances` and `send` for the rest."""
 
     flow: Array
+    line: Ints
+    owner: Ints
     down: Bits
     up: Bits
     excess: Array
@@ -82,11 +89,16 @@ class Work(NamedTuple):
 
 
 def new_work(layers: int, nodes: int) -> Work:
-    """Memory for one thread: one float64 and two bits per edge, and O(layers nodes^2) bits."""
-    words = (nodes + 63) // 64
-    total = (layers + 1) * nodes
+    """Memory for one thread: O(layers nodes^2) bits, and what the flow of a pair touches.
+
+    The rest of `flow`, which could hold every edge, is never written, and the system then gives no memory for it.
+    """
+    words, total = (nodes + 63) // 64, (layers + 1) * nodes
+    lines = layers * nodes * ((nodes + 7) // 8)
     return Work(
-        flow=np.zeros((layers, nodes, nodes)),
+        flow=np.zeros((lines + 1, 8)),
+        line=np.zeros(lines, np.int32),
+        owner=np.zeros(lines + 1, np.int32),
         down=np.zeros((layers, nodes, words), np.uint64),
         up=np.zeros((layers, nodes, words), np.uint64),
         excess=np.zeros((layers + 1, nodes)),
@@ -97,8 +109,8 @@ def new_work(layers: int, nodes: int) -> Work:
         unseen=np.zeros((layers + 1, words), np.uint64),
         slot=np.zeros((total + 2, layers + 1), np.int32),
         ring=np.zeros((total + layers + 2, words), np.uint64),
-        path=np.zeros((total + 2, 3), np.int64),
-        amount=np.zeros((total + 2, 2)),
+        path=np.zeros((total + 2, 4), np.int64),
+        amount=np.zeros((total + 2, 3)),
     )
 
 
@@ -172,6 +184,14 @@ def usable_edges(capacity: Array, down: Bits) -> None:
 
 
 @kernel
+def alone(level: int, query: int, token: int, graph: Graph) -> Array:
+    """How much of a pair's flow each node of a level could carry if it were alone there (node,)."""
+    if level < graph.lower.shape[0]:
+        return np.minimum(graph.upper[level, query], graph.lower[level, token])
+    return graph.upper[level, query].copy()
+
+
+@kernel
 def transfer(
     m: int,
     give: Array,
@@ -179,62 +199,88 @@ def transfer(
     capacity: Array,
     straight: Array,
     flow: Array,
+    line: Ints,
+    owner: Ints,
     down: Bits,
     up: Bits,
     open_: Bits,
     dust: float,
 ) -> None:
-    """Move what level m + 1 gives to what level m takes, first straight down, then to whatever is open.
+    """Move what level m + 1 gives to what level m takes: heavy nodes first, then straight down, then whatever is open.
 
-    Straight down first, because the residual connection makes that edge wide: most nodes are done with one edge.
+    A heavy node needs nearly all of its edges, and they must still find something open. Straight down, because the
+    residual connection makes that edge wide: most nodes are done with one edge.
     """
     nodes, words, m = take.shape[0], open_.shape[0], m & PLACE
+    lines = (nodes + 7) // 8
     open_[:] = 0
+    total = widest = 0.0
     for j in range(nodes):
-        if take[j] > dust and give[j] > dust:
-            room = straight[m, j] - flow[m, j, j]
-            amount = min(give[j], take[j], room)
-            if amount > 0.0:
-                bit = ONE << np.uint64(j & 63)
-                flow[m, j, j] += amount
-                up[m, j, j >> 6] |= bit
-                if room - amount <= dust:
-                    down[m, j, j >> 6] &= ~bit
-                give[j] -= amount
-                take[j] -= amount
+        total += give[j]
+        widest = max(widest, give[j])
         if take[j] > dust:
             open_[j >> 6] |= ONE << np.uint64(j & 63)
-    first, end = 0, words
-    for i in range(nodes):
-        if give[i] <= dust:
-            continue
-        # Often few are open, or a single one: the rest of the words need not be looked at for each node.
-        while first < end and open_[first] == 0:
-            first += 1
-        while first < end and open_[end - 1] == 0:
-            end -= 1
-        if first == end:
-            break
-        left, word, bit = give[i], first, ONE << np.uint64(i & 63)
-        while left > dust and word < end:
-            word &= PLACE
-            found = down[m, i, word] & open_[word]
-            while found != 0 and left > dust:
-                j = (word << 6) + lowest_bit(found)
-                lowest = found & (~found + ONE)
-                found ^= lowest
-                room = capacity[m, i, j] - flow[m, i, j]
-                amount = min(left, take[j], room)
-                flow[m, i, j] += amount
-                up[m, j, i >> 6] |= bit
-                if room - amount <= dust:
-                    down[m, i, word] ^= lowest
-                left -= amount
-                take[j] -= amount
+    least = max(dust, HEAVY * total / nodes)
+    for second in range(0 if words > 1 and widest > least else 1, 2):
+        if second == 1:
+            least = dust
+            for j in range(nodes):
+                if take[j] > dust and give[j] > dust:
+                    at = ((m * nodes + j) * lines + (j >> 3)) & PLACE
+                    place = line[at] & PLACE
+                    room = straight[m, j] - flow[place, j & 7]
+                    amount = min(give[j], take[j], room)
+                    if amount > 0.0:
+                        bit = ONE << np.uint64(j & 63)
+                        if place == 0:
+                            place = (owner[0] + 1) & PLACE
+                            owner[0] = line[at] = place
+                            owner[place] = at
+                        flow[place, j & 7] += amount
+                        up[m, j, j >> 6] |= bit
+                        if room - amount <= dust:
+                            down[m, j, j >> 6] &= ~bit
+                        give[j] -= amount
+                        take[j] -= amount
                 if take[j] <= dust:
-                    open_[word] ^= lowest
-            word += 1
-        give[i] = left
+                    open_[j >> 6] &= ~(ONE << np.uint64(j & 63))
+        first, end = 0, words
+        for i in range(nodes):
+            if give[i] <= least:
+                continue
+            # Often few are open, or a single one: the rest of the words need not be looked at for each node.
+            while first < end and open_[first] == 0:
+                first += 1
+            while first < end and open_[end - 1] == 0:
+                end -= 1
+            if first == end:
+                break
+            left, word, bit = give[i], first, ONE << np.uint64(i & 63)
+            while left > dust and word < end:
+                word &= PLACE
+                found = down[m, i, word] & open_[word]
+                while found != 0 and left > dust:
+                    j = (word << 6) + lowest_bit(found)
+                    lowest = found & (~found + ONE)
+                    found ^= lowest
+                    at = ((m * nodes + i) * lines + (j >> 3)) & PLACE
+                    place = line[at] & PLACE
+                    if place == 0:
+                        place = (owner[0] + 1) & PLACE
+                        owner[0] = line[at] = place
+                        owner[place] = at
+                    room = capacity[m, i, j] - flow[place, j & 7]
+                    amount = min(left, take[j], room)
+                    flow[place, j & 7] += amount
+                    up[m, j, i >> 6] |= bit
+                    if room - amount <= dust:
+                        down[m, i, word] ^= lowest
+                    left -= amount
+                    take[j] -= amount
+                    if take[j] <= dust:
+                        open_[word] ^= lowest
+                word += 1
+            give[i] = left
 
 
 @kernel
@@ -244,14 +290,8 @@ def fill_level(m: int, pulling: bool, target: Array, amount: float, graph: Graph
     Pushing fills level m from the excess above it; pulling fills level m + 1 with the need below it.
     """
     held, rooms, before = work.need[m + 1] if pulling else work.excess[m], work.take[0], work.take[1]
-    capacity, straight, flow, down, up, open_ = (
-        graph.capacity,
-        graph.straight,
-        work.flow,
-        work.down,
-        work.up,
-        work.open,
-    )
+    capacity, straight, flow, line, owner = graph.capacity, graph.straight, work.flow, work.line, work.owner
+    down, up, open_ = work.down, work.up, work.open
     room = target.sum()
     if room == 0.0:
         return
@@ -261,10 +301,10 @@ def fill_level(m: int, pulling: bool, target: Array, amount: float, graph: Graph
             before[i] = max(0.0, target[i] * share - held[i])
             rooms[i] = before[i]
         if pulling:
-            transfer(m, rooms, work.need[m], capacity, straight, flow, down, up, open_, dust)
+            transfer(m, rooms, work.need[m], capacity, straight, flow, line, owner, down, up, open_, dust)
             rest = work.need[m].max()
         else:
-            transfer(m, work.excess[m + 1], rooms, capacity, straight, flow, down, up, open_, dust)
+            transfer(m, work.excess[m + 1], rooms, capacity, straight, flow, line, owner, down, up, open_, dust)
             rest = work.excess[m + 1].max()
         for i in range(held.shape[0]):
             held[i] += before[i] - rooms[i]
@@ -279,16 +319,16 @@ def fill_evenly(query: int, token: int, bound: float, graph: Graph, work: Work, 
     Each level is filled in proportion to what its nodes could carry alone, min(upper, lower): nothing then crowds
     where later layers cannot carry it on. What does not fit is left as excess or need, for `send` to mend.
     """
-    upper, lower, layers = graph.upper, graph.lower, graph.capacity.shape[0]
+    layers = graph.capacity.shape[0]
     pulls = layers // 2
     for step in range(layers - 1):
         pulling = step < pulls
         m = step if pulling else layers - 1 - (step - pulls)
         level = m + 1 if pulling else m
-        target = np.minimum(upper[level, query], lower[level, token])
-        fill_level(m, pulling, target, bound, graph, work, dust)
+        fill_level(m, pulling, alone(level, query, token, graph), bound, graph, work, dust)
     give, take = work.excess[pulls + 1], work.need[pulls]
-    transfer(pulls, give, take, graph.capacity, graph.straight, work.flow, work.down, work.up, work.open, dust)
+    flow, line, owner, down, up, open_ = work.flow, work.line, work.owner, work.down, work.up, work.open
+    transfer(pulls, give, take, graph.capacity, graph.straight, flow, line, owner, down, up, open_, dust)
 
 
 @kernel
@@ -309,7 +349,8 @@ def half_ways(which: Ints, pulling: bool, middle: int, graph: Graph, work: Work,
         if amount > 0.0:
             for step in range(middle if pulling else layers - 1 - middle):
                 m = step if pulling else layers - 1 - step
-                target = reach[m + 1 if pulling else m, which[k]]
+                level = m + 1 if pulling else m
+                target = reach[level, which[k]] if level < reach.shape[0] else np.ones(ends.shape[0])
                 fill_level(m, pulling, target, amount, graph, work, amount * DUST)
         out[k, :] = work.need[middle] if pulling else work.excess[middle + 1]
 
@@ -425,6 +466,8 @@ def send(
     given: float,
     capacity: Array,
     flow: Array,
+    line: Ints,
+    owner: Ints,
     down: Bits,
     up: Bits,
     need: Array,
@@ -438,10 +481,12 @@ def send(
 
     A visit passes on as much as it was given before it returns, so an edge is booked once per visit and not once
     per way. A node that could not is struck from its ring: nothing goes through it again in this phase.
-    path (depth, [level, node, word]): words from the number of words on are those of `up`. amount (depth, [given,
-    left]). One long body with the arrays as arguments: cut into functions over `work` it took 1.5 times as long.
+    path (depth, [level, node, word, place in `line` of the edge to it]): words from the number of words on are those
+    of `up`. amount (depth, [given, left, room of the edge to it]). One long body with the arrays as arguments: cut
+    into functions over `work` it took 1.5 times as long.
     """
-    words, depth = ring.shape[1], 0
+    nodes, words, depth = need.shape[1], ring.shape[1], 0
+    lines = (nodes + 7) // 8
     path[0, 0], path[0, 1], path[0, 2] = level, i, 0
     amount[0, 0] = amount[0, 1] = given
     while True:
@@ -467,16 +512,18 @@ def send(
             path[depth, 2] = word
             if word < words:
                 to_level, j = (level - 1) & PLACE, (word << 6) + lowest_bit(found)
-                room = capacity[to_level, i, j] - flow[to_level, i, j]
+                at = ((to_level * nodes + i) * lines + (j >> 3)) & PLACE
+                room = capacity[to_level, i, j] - flow[line[at] & PLACE, j & 7]
             else:
                 to_level, j = level + 1, (((word - words) & PLACE) << 6) + lowest_bit(found)
-                room = flow[level, j, i]
+                at = ((level * nodes + j) * lines + (i >> 3)) & PLACE
+                room = flow[line[at] & PLACE, i & 7]
             sent = min(room, amount[depth, 1])
             if d > 1:
                 depth += 1
                 d -= 1
-                path[depth, 0], path[depth, 1], path[depth, 2] = to_level, j, 0
-                amount[depth, 0] = amount[depth, 1] = sent
+                path[depth, 0], path[depth, 1], path[depth, 2], path[depth, 3] = to_level, j, 0, at
+                amount[depth, 0], amount[depth, 1], amount[depth, 2] = sent, sent, room
                 continue
             sent = min(sent, need[to_level, j])
             need[to_level, j] -= sent
@@ -485,25 +532,31 @@ def send(
         elif depth == 0:
             return amount[0, 1]
         else:
-            sent = amount[depth, 0] - amount[depth, 1]
+            sent, room, at = amount[depth, 0] - amount[depth, 1], amount[depth, 2], path[depth, 3] & PLACE
             depth = (depth - 1) & PLACE
             d += 1
+            if sent == 0.0 and room > dust:
+                continue
             to_level, j, level, i = level, i, path[depth, 0] & PLACE, path[depth, 1] & PLACE
-            room = capacity[to_level, i, j] - flow[to_level, i, j] if to_level < level else flow[level, j, i]
         amount[depth, 1] -= sent
         i_bit, j_bit = ONE << np.uint64(i & 63), ONE << np.uint64(j & 63)
+        place = line[at] & PLACE
         if to_level < level:
             if sent > 0.0:
-                flow[to_level, i, j] += sent
+                if place == 0:
+                    place = (owner[0] + 1) & PLACE
+                    owner[0] = line[at] = place
+                    owner[place] = at
+                flow[place, j & 7] += sent
                 up[to_level, j, i >> 6] |= i_bit
             if room - sent <= dust:
                 down[to_level, i, j >> 6] &= ~j_bit
         else:
-            flow[level, j, i] -= sent
+            flow[place, i & 7] -= sent
             if sent > 0.0:
                 down[level, j, i >> 6] |= i_bit
-            if flow[level, j, i] <= dust:
-                flow[level, j, i] = 0.0
+            if flow[place, i & 7] <= dust:
+                flow[place, i & 7] = 0.0
                 up[level, i, j >> 6] &= ~j_bit
 
 
@@ -515,8 +568,8 @@ def send_all(capacity: Array, work: Work, enough: float, dust: float) -> float:
     within reach are a minimum cut.
     """
     distances(work, dust)
-    excess, distance, flow, down, up, need = work.excess, work.distance, work.flow, work.down, work.up, work.need
-    ring, slot, path, amount = work.ring, work.slot, work.path, work.amount
+    excess, need, distance, flow, line, owner = work.excess, work.need, work.distance, work.flow, work.line, work.owner
+    down, up, ring, slot, path, amount = work.down, work.up, work.ring, work.slot, work.path, work.amount
     total, reachable = 0.0, False
     levels, nodes = excess.shape
     for level in range(levels):
@@ -532,7 +585,9 @@ def send_all(capacity: Array, work: Work, enough: float, dust: float) -> float:
                 need[level, i] -= sent
                 left = given - sent
             else:
-                left = send(level, i, d, given, capacity, flow, down, up, need, ring, slot, path, amount, dust)
+                left = send(
+                    level, i, d, given, capacity, flow, line, owner, down, up, need, ring, slot, path, amount, dust
+                )
             excess[level, i] = left
             total += given - left
     return total if reachable else -1.0
@@ -540,17 +595,14 @@ def send_all(capacity: Array, work: Work, enough: float, dust: float) -> float:
 
 @kernel
 def start_pair(usable: Bits, work: Work) -> None:
-    """Forget the flow of the pair before: only the edges in `up` carry any."""
-    flow, up = work.flow, work.up
-    layers, nodes, words = up.shape
-    for m in range(layers):
-        for j in range(nodes):
-            for word in range(words):
-                found = up[m, j, word]
-                while found != 0:
-                    flow[m, (word << 6) + lowest_bit(found), j] = 0.0
-                    found &= found - ONE
-                up[m, j, word] = 0
+    """Forget the flow of the pair before."""
+    flow, line, owner = work.flow, work.line, work.owner
+    for place in range(1, owner[0] + 1):
+        line[owner[place]] = 0
+        for k in range(8):
+            flow[place, k] = 0.0
+    owner[0] = 0
+    work.up[:] = 0
     rooms, all_rooms = work.down.ravel(), usable.ravel()
     for k in range(rooms.size):
         rooms[k] = all_rooms[k]
@@ -566,6 +618,9 @@ def upper_bound(query: int, token: int, graph: Graph, totals: Array) -> float:
     """
     upper, lower, nodes = graph.upper, graph.lower, graph.upper.shape[2]
     for level in range(totals.shape[0]):
+        if level >= lower.shape[0]:
+            totals[level] = upper[level, query].sum()
+            continue
         a = b = c = d = 0.0
         for i in range(0, nodes - 3, 4):
             a += min(upper[level, query, i], lower[level, token, i])
@@ -599,22 +654,21 @@ def solve_in_bulk(query: int, token: int, bound: float, totals: Array, effort: i
     upper, lower, layers, nodes = graph.upper, graph.lower, graph.capacity.shape[0], graph.upper.shape[2]
     start_pair(graph.usable, work)
     top, bottom = work.excess[layers], work.need[0]
+    supply, demand = alone(layers, query, token, graph), alone(0, query, token, graph)
     # Both ends are scaled to the bound first, and the rest is held back: what cannot arrive only gets in the way.
     sent = bound / totals[layers] if bound > 0.0 else 0.0
     wanted = bound / totals[0] if bound > 0.0 else 0.0
     for i in range(nodes):
-        top[i] = min(upper[layers, query, i], lower[layers, token, i]) * sent
-        bottom[i] = min(upper[0, query, i], lower[0, token, i]) * wanted
+        top[i] = supply[i] * sent
+        bottom[i] = demand[i] * wanted
     if layers > 0 and bound > 0.0:
         fill_evenly(query, token, bound, graph, work, bound * DUST)
     value = bound - work.excess.sum()
     # Edges wider than the bound are in no minimum cut; at more than twice the bound, its digits would be lost in them.
     widest = 2.0 * bound if bound > 0.0 else np.inf
     for i in range(nodes):
-        supply = min(upper[layers, query, i], lower[layers, token, i])
-        demand = min(upper[0, query, i], lower[0, token, i])
-        top[i] += (min(upper[layers, query, i], widest) if effort == CUT else supply) - supply * sent
-        bottom[i] += (min(lower[0, token, i], widest) if effort == CUT else demand) - demand * wanted
+        top[i] += (min(upper[layers, query, i], widest) if effort == CUT else supply[i]) - supply[i] * sent
+        bottom[i] += (min(lower[0, token, i], widest) if effort == CUT else demand[i]) - demand[i] * wanted
     return value
 
 
@@ -669,19 +723,35 @@ def solve_pairs(
     values: Array,
     bounds: Array,
     known: Known,
+    stop: Known,
 ) -> None:
     """The pairs `first`, `first` + 1, ... in reading order of (query, token), into values, bounds and known (pair,).
 
     pushed (query, node), pulled (token, node) from `half_ways` to try first; middle -1: there are none.
+    stop (1,): set by another thread, the rest is left undone.
     """
     totals = np.empty(graph.upper.shape[0])
     for k in range(values.shape[0]):
+        if stop[0]:
+            return
         query, token = divmod(first + k, graph.lower.shape[1])
         bounds[k] = values[k] = upper_bound(query, token, graph, totals)
         known[k] = BY_BOUND
         met = middle >= 0 and meets(bounds[k], middle, pushed[query], pulled[token], graph, work)
         if effort != BOUND and not met:
             values[k], known[k] = solve_pair(query, token, bounds[k], totals, effort, graph, work)
+
+
+@kernel
+def line_of(m: int, i: int, j: int, work: Work) -> int:
+    """The line of an edge in `flow`, a new one if it has none. `transfer` and `send` do the same in place."""
+    line, owner, nodes = work.line, work.owner, work.need.shape[1]
+    at = (m * nodes + i) * ((nodes + 7) // 8) + (j >> 3)
+    if line[at] == 0:
+        owner[0] += 1
+        line[at] = owner[0]
+        owner[owner[0]] = at
+    return int(line[at])
 
 
 @kernel
@@ -701,9 +771,9 @@ def solve_around(
     for k in range(routes.shape[0]):
         for m in range(layers):
             i, j = routes[k, layers - 1 - m], routes[k, layers - m]
-            work.flow[m, i, j] += amounts[k]
+            work.flow[line_of(m, i, j, work), j & 7] += amounts[k]
             work.up[m, j, i >> 6] |= ONE << np.uint64(i & 63)
-            if capacity[m, i, j] - work.flow[m, i, j] <= dust:
+            if capacity[m, i, j] - work.flow[line_of(m, i, j, work), j & 7] <= dust:
                 work.down[m, i, j >> 6] &= ~(ONE << np.uint64(j & 63))
         work.excess[layers, routes[k, 0]] = max(0.0, work.excess[layers, routes[k, 0]] - amounts[k])
         work.need[0, routes[k, layers]] = max(0.0, work.need[0, routes[k, layers]] - amounts[k])

@@ -156,7 +156,9 @@ def _carried(layers: list[Array]) -> tuple[float, list[Array]]:
         sent = received = np.minimum(supply, demand)
     else:
         sent, received = supply - work.excess[-1], demand - work.need[0]
-    inner = [work.flow[m, : len(layer), : layer.shape[1]] for m, layer in enumerate(layers[1:-1])]
+    count, nodes, _ = graph.capacity.shape
+    flow = work.flow[work.line].reshape(count, nodes, (nodes + 7) // 8 * 8)
+    inner = [flow[m, : len(layer), : layer.shape[1]] for m, layer in enumerate(layers[1:-1])]
     first = _shares(layers[0].T).T * received[: len(layers[0]), None]
     last = _shares(layers[-1]) * sent[: layers[-1].shape[1]]
     return float(value), [first, *inner, last]

@@ -147,6 +147,6 @@ def _layers(tops: Sequence[Any], below: Sequence[Any], sinks: Sequence[int] | No
     tokens = positions(sinks, (layers or rows)[0].shape[1])
     if first == 0:
         rows[0] = rows[0][:, tokens]
-    if layers:
+    if layers and sinks is not None:
         layers[0] = layers[0][:, tokens]
     return rows, layers

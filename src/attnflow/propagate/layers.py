@@ -40,10 +40,10 @@ def matrix(array: Any, number: int, top: int) -> Array:
             f"{name} has shape {edges.shape}; expected a matrix (query, key) with at least one of each: fuse the "
             "heads and choose one example first"
         )
-    # The sum of a whole layer must stay finite, for bounds are such sums.
-    wrong = ~((edges >= 0) & (edges <= np.finfo(np.float64).max / (4 * edges.size)))
-    if wrong.any():
-        query, key = (int(index) for index in np.argwhere(wrong)[0])
+    # The sum of a whole layer must stay finite, for bounds are such sums. NaN is the least and the greatest of all.
+    limit = np.finfo(np.float64).max / (4 * edges.size)
+    if not (edges.min() >= 0 and edges.max() <= limit):
+        query, key = (int(index) for index in np.argwhere(~((edges >= 0) & (edges <= limit)))[0])
         raise ValueError(
             f"capacities must be finite numbers that are not negative, nor so large that their sums overflow; "
             f"{name} query {query}, key {key} is {edges[query, key]}"
