@@ -11,7 +11,7 @@ import torch
 
 import attnflow
 from attnflow.cli import main
-from attnflow.studies import page, pronouns, retinopathy, stories
+from attnflow.studies import page, probe, pronouns, retinopathy, stories
 from attnflow.studies.record import load
 
 
@@ -128,18 +128,18 @@ def test_the_probe_learns_what_can_be_learnt_and_no_more():
     grades = np.repeat([0, 1, 2], 40)
     signal = torch.from_numpy(grades[:, None] + rng.normal(size=(120, 1)) * 0.2)
     noise = torch.from_numpy(rng.normal(size=(120, 8)))
-    learnt = retinopathy.cross_validated(torch.cat([signal, noise], 1), grades, seed=0)
-    assert retinopathy.auc(learnt.disease, grades > 0) > 0.95
-    chance = retinopathy.cross_validated(noise, grades, seed=0)
-    assert 0.35 < retinopathy.auc(chance.disease, grades > 0) < 0.65
+    learnt = probe.cross_validated(torch.cat([signal, noise], 1), grades, seed=0)
+    assert probe.auc(learnt.disease, grades > 0) > 0.95
+    chance = probe.cross_validated(noise, grades, seed=0)
+    assert 0.35 < probe.auc(chance.disease, grades > 0) < 0.65
     assert all(np.bincount(grades[learnt.fold == fold]).tolist() == [8, 8, 8] for fold in range(5))
 
 
 def test_quadratic_kappa_is_that_of_aptos():
     true = np.array([0, 1, 2, 3, 4, 0])
-    assert retinopathy.quadratic_kappa(true, true) == 1
+    assert probe.quadratic_kappa(true, true) == 1
     # By hand: one of six is off by one; by chance the squares are on average 31/6 + 30/6 - 2 x 11/6 x 10/6 = 146/36.
-    assert retinopathy.quadratic_kappa(np.array([0, 1, 2, 3, 4, 1]), true) == pytest.approx(1 - (1 / 6) / (146 / 36))
+    assert probe.quadratic_kappa(np.array([0, 1, 2, 3, 4, 1]), true) == pytest.approx(1 - (1 / 6) / (146 / 36))
 
 
 def test_names_on_the_page_stay_text(tmp_path, data):
