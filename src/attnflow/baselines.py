@@ -49,7 +49,11 @@ def gradient_norm(trace: Trace, model: torch.nn.Module, inputs: Inputs, *, targe
 
 
 def gradient_sum(trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted") -> Relevance:
-    """The absolute value of the gradient's sum over the embedding, which is what the code of Abnar & Zuidema takes."""
+    """The absolute value of the gradient's sum over the embedding, which is what the code of Abnar & Zuidema takes.
+
+    Where an embedding reaches the model through LayerNorm alone, as in BERT and GPT-2, the sum is 0 by algebra, since
+    LayerNorm takes the mean off what it sees: what is left is rounding (the studies verb-number and sst2 measure it).
+    """
     return _gradient("gradient-sum", lambda gradient, _: gradient.sum(-1).abs(), trace, model, inputs, target)
 
 

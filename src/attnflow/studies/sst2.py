@@ -45,6 +45,8 @@ REFERENCES = ("gradient-sum", "gradient-norm", "gradient-x-input", "blank-out")
 MAX, CLS = "max over positions", "from [CLS]"
 IN, OUT = "special tokens in", "special tokens out"
 SMALL = 12
+# A sum of a gradient that is less than this share of its norm is rounding.
+ROUNDING = 1e-4
 # Table 3 by our number of the layer, the mean over 100 sentences; the deviations are about .2.
 PAPER = {
     "raw": {"0": 0.12, "2": 0.09, "4": 0.08, "5": 0.09},
@@ -82,7 +84,8 @@ class Sentence(NamedTuple):
     """One sentence as the conditions see it.
 
     references (token,): sizes, so never negative. relevances: by method or baseline, each layer's (token,) by
-    read-out; baselines have the layer None. correct: whether the model classified it rightly.
+    read-out; baselines have the layer None. correct: whether the model classified it rightly. sum_of_norm: the largest
+    share, over the tokens, that the sum of the gradient is of its norm.
     """
 
     trace: Trace
@@ -90,6 +93,7 @@ class Sentence(NamedTuple):
     relevances: Sequence[tuple[str, int | None, Mapping[str, Floats]]]
     saturated: Sequence[float]
     correct: bool
+    sum_of_norm: float
 
 
 def classifier(adapter: Path) -> tuple[torch.nn.Module, Any]:
@@ -132,10 +136,11 @@ def study(
     rows: dict[Condition, list[Row]] = {condition: [] for condition in CONDITIONS}
     failed: dict[str, str] = {}
     saturated: list[Sequence[float]] = []
-    correct = 0
+    correct, sum_of_norm = 0, 0.0
     for number, (text, label) in enumerate(examples):
         sentence = _sentence(loaded, tokenizer, text, label or 0, seed, failed)
         correct += sentence.correct
+        sum_of_norm = max(sum_of_norm, sentence.sum_of_norm)
         saturated.append(sentence.saturated)
         for condition in CONDITIONS:
             rows[condition] += _rows(number, sentence, condition)
@@ -158,12 +163,13 @@ def study(
         tables={
             "accuracy": round(accuracy, 4),
             "paper": PAPER,
+            "gradient sum over norm, the largest": sum_of_norm,
             "saturated share of flow from [CLS] by layer": share,
             **{str(condition): table(entries)[condition.metric] for condition, entries in measured.items()},
         }
         | ({"failed": failed} if failed else {}),
         standings=[one for condition in LEAGUE for one in _standings(condition, measured[condition])],
-        words=_words(measured, accuracy, share),
+        words=_words(measured, accuracy, share, sum_of_norm),
     )
 
 
@@ -190,6 +196,7 @@ def _sentence(
         relevances,
         saturated,
         int(trace.output.logits.argmax()) == label,
+        float((known["gradient-sum"] / known["gradient-norm"]).max()),
     )
 
 
@@ -207,7 +214,9 @@ def _standings(condition: Condition, entries: list[Summary]) -> list[Standing]:
     return standings(f"correlation with {condition}", topmost(entries, condition.metric))
 
 
-def _words(measured: Mapping[Condition, list[Summary]], accuracy: float, saturated: list[float]) -> list[str]:
+def _words(
+    measured: Mapping[Condition, list[Summary]], accuracy: float, saturated: list[float], sum_of_norm: float
+) -> list[str]:
     """The findings, each from the numbers."""
     tables = {condition: table(entries)[condition.metric] for condition, entries in measured.items()}
 
@@ -229,6 +238,14 @@ def _words(measured: Mapping[Condition, list[Summary]], accuracy: float, saturat
         f"The classifier is right on {accuracy:.1%} of the sentences.",
         f"As the paper's script reads it ({PAPERS}), layers 0, 2, 4, 5: "
         f"{'; '.join(shown(name) for name in METHODS if name in tables[PAPERS])}. The paper, on DistilBERT: {paper}.",
+        f"The sum of the gradient over the embedding is at most {sum_of_norm:.0e} of its norm"
+        + (
+            ": LayerNorm, the first that an embedding meets in BERT as in the paper's DistilBERT, takes off the mean of "
+            "what it sees, so that by algebra the sum is 0, and what correlates with it here, as in table 3 if its "
+            "script summed, is rounding."
+            if sum_of_norm < ROUNDING
+            else "."
+        ),
         *(f"Top layer, correlation with {condition}: {ranked(top(condition))}." for condition in LEAGUE),
         "What special tokens do, from [CLS] against blank-out at the top layer, in and out: "
         f"{'; '.join(f'{name} {with_special[name]:.2f} and {mean:.2f}' for name, mean in known.items())}.",

@@ -29,7 +29,7 @@ BLANK_OUT = "blank-out"
 # number added to all of it changes nothing, and the gradient sums to 0.
 GRADIENTS = ("norm", "norm, of the logit", "|gradient x input|", "|sum|")
 REFERENCES = (BLANK_OUT, *GRADIENTS)
-COLUMN_SUM = "first-layer column sum"
+COLUMN_SUM = "first-layer"
 SIDES: tuple[Side, ...] = ("CLS inside", "CLS outside")
 BATCH = 16  # sentences; with every word blanked out in turn, at most some 40,000 tokens
 
