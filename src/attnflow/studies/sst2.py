@@ -240,8 +240,8 @@ def _words(
         f"{'; '.join(shown(name) for name in METHODS if name in tables[PAPERS])}. The paper, on DistilBERT: {paper}.",
         f"The sum of the gradient over the embedding is at most {sum_of_norm:.0e} of its norm"
         + (
-            ": LayerNorm, the first that an embedding meets in BERT as in the paper's DistilBERT, takes off the mean of "
-            "what it sees, so that by algebra the sum is 0, and what correlates with it here, as in table 3 if its "
+            ": LayerNorm, the first that an embedding meets in BERT as in the paper's DistilBERT, takes off the mean "
+            "of what it sees, so that by algebra the sum is 0, and what correlates with it here, as in table 3 if its "
             "script summed, is rounding."
             if sum_of_norm < ROUNDING
             else "."
