@@ -43,6 +43,10 @@ class Plan:
     batch_size: int
     tokenizer: Any
 
+    def asked_of(self, method: str) -> list[str]:
+        """The metrics of a method: all, but that the gradient baseline is not correlated with itself."""
+        return [name for name in self.metrics if method != self.gradient or METRICS[name].needs != "gradient"]
+
 
 @dataclass(frozen=True, eq=False)
 class Example:
@@ -113,7 +117,7 @@ def measure(
             randomised = forgetful.relevance(method).every_layer.mean(axis=1) if forgetful else by_layer
             for layer, scores, other in zip(relevance.layers, by_layer, randomised, strict=True):
                 others = {"gradient": reference, "randomised": other}
-                values = [(metric, example.value(metric, scores, others)) for metric in plan.metrics]
+                values = [(metric, example.value(metric, scores, others)) for metric in plan.asked_of(method)]
                 rows += [Row(number, method, None if method in BASELINES else layer, *value) for value in values]
         except ImportError:
             raise

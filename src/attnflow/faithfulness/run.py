@@ -53,7 +53,8 @@ def evaluate(
     output that returns one score per case. Tests that remove tokens watch its probability (the function's value).
     query: the output position explained, as the methods take it; "readout" is the trace's own, or the mean over all.
     layer: the layer explained, or "all". settings: further settings of a method, by its name. gradient: the baseline
-    that gradient correlations are with. special: whether special tokens may be removed and take part in correlations.
+    that gradient correlations are with; it has none itself. special: whether special tokens may be removed and take
+    part in correlations.
     blank: what removed text becomes ("unk" unless told), or removed patches (unless told "zero", and "blur" for
     insertion); `faithfulness.score` lists them. batch_size: cases in one forward pass.
     output: a .parquet file to write. Until it is whole, finished examples stand in a file of that name and ".partial",
