@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from PIL import Image
 
 from attnflow import capture, rollout
 from attnflow.baselines import gradient_norm
-from attnflow.faithfulness import run
+from attnflow.faithfulness import journal, run
 from attnflow.faithfulness.loading import text_classifier, texts
 from attnflow.faithfulness.metrics import METRICS, blank_out_correlation, comprehensiveness
 from attnflow.faithfulness.results import Evaluation, Row
@@ -274,28 +273,32 @@ def journal_lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def kill_after(examples, output):
-    """Run the evaluation in a process of its own and kill -9 it when so many examples are in the journal."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+def stopped_after(examples, output):
+    """A process with the evaluation, stopped when so many examples are in the journal."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", KILLED.format(output=str(output))], env=environment)
-    journal = output.with_name(output.name + ".partial")
+    partial = output.with_name(output.name + ".partial")
     deadline = time.monotonic() + 60
-    while journal_lines(journal) < 1 + examples:
-        assert process.poll() is None, "the run ended before it could be killed"
+    while journal_lines(partial) < 1 + examples:
+        assert process.poll() is None, "the run ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    return journal
+    process.send_signal(signal.SIGSTOP)
+    return process, partial
 
 
-def test_a_killed_run_goes_on_where_it_stopped(bert, words, tmp_path, monkeypatch):
+def test_a_run_keeps_others_away_and_killed_goes_on_where_it_stopped(bert, words, tmp_path, monkeypatch):
     output = tmp_path / "result.parquet"
-    journal = kill_after(5, output)
+    process, partial = stopped_after(5, output)
+    settings = {"tokenizer": words, "methods": ["raw", "rollout"]}
+    with pytest.raises(ValueError, match=r"another run is writing .*result.parquet.partial; wait until it ends"):
+        evaluate(bert, MANY, output=output, **settings)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
     assert not output.exists()
-    finished = journal_lines(journal) - 1
+    finished = journal_lines(partial) - 1
     assert 5 <= finished < len(MANY)
-    with open(journal, "ab") as file:
+    with open(partial, "ab") as file:
         file.write(b'{"example": 99, "rows": [["raw", 1, "blank-o')  # as if killed in the middle of a write
     measured = []
 
@@ -306,11 +309,10 @@ def test_a_killed_run_goes_on_where_it_stopped(bert, words, tmp_path, monkeypatc
     run_measure = run.measure
     monkeypatch.setattr(run, "measure", measure)
     steps = []
-    settings = {"tokenizer": words, "methods": ["raw", "rollout"]}
     resumed = evaluate(bert, MANY, output=output, progress=lambda *step: steps.append(step), **settings)
     assert measured == list(range(finished, len(MANY)))
     assert steps == [(number + 1, len(MANY)) for number in range(len(MANY))]
-    assert not journal.exists()
+    assert not partial.exists()
     whole = evaluate(bert, iter(MANY), **settings)
     assert [row[:4] for row in resumed.rows] == [row[:4] for row in whole.rows]
     # Another process rounds otherwise, where memory lies otherwise.
@@ -328,6 +330,21 @@ def interrupted(model, words, output, examples=2, **settings):
 
     with pytest.raises(KeyboardInterrupt):
         evaluate(model, TEXTS, tokenizer=words, output=output, progress=stop, metrics=FEW, **settings)
+
+
+def test_a_journal_is_of_one_run_at_a_time(tmp_path):
+    path = tmp_path / "result.parquet.partial"
+    with journal.opened(path) as first:
+        first.resume({"seed": 0})
+        with pytest.raises(ValueError, match="another run is writing"), journal.opened(path):
+            pass
+        assert journal_lines(path) == 1
+    with journal.opened(path) as second:
+        assert second.resume({"seed": 0}) == {}
+        second.delete()
+        with journal.opened(path) as third:  # the name is free, whoever still has the deleted file open
+            third.resume({"seed": 1})
+    assert journal_lines(path) == 1
 
 
 @pytest.mark.parametrize(

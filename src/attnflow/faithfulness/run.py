@@ -7,6 +7,7 @@ import itertools
 import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,9 @@ from typing import Any, Literal
 import torch
 
 from attnflow.baselines import BASELINES
+from attnflow.faithfulness import journal
 from attnflow.faithfulness.example import EvaluationTarget, Plan, digest, measure, randomised
-from attnflow.faithfulness.journal import Entry, Journal
+from attnflow.faithfulness.journal import Entry
 from attnflow.faithfulness.metrics import METRICS
 from attnflow.faithfulness.results import Evaluation
 from attnflow.faithfulness.score import IMAGE_BLANKS, TEXT_BLANKS
@@ -63,7 +65,8 @@ def evaluate(
     An example that fails, or one method on it, is recorded with its error and does not end the run.
 
     Raises ValueError for a setting that is unknown, for settings or data other than those of the run that is resumed,
-    and if no example could be measured (the file is written all the same); ModuleNotFoundError for a missing package.
+    while another run writes the same output, and if no example could be measured (the file is written all the same);
+    ModuleNotFoundError for a missing package.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; it is {batch_size}")
@@ -85,23 +88,30 @@ def evaluate(
     )
     _check(model, first, plan)
     recipe = _recipe(model, plan)
-    journal = None if output is None else _journal(Path(output))
-    done = journal.resume(recipe) if journal else {}
     needs = {METRICS[name].needs for name in plan.metrics}
     shuffled = randomised(model, seed) if "randomised" in needs else None
     total = len(data) if isinstance(data, Sized) else None
     entries: list[Entry] = []
-    for number, example in enumerate(itertools.chain([first], examples)):
-        if number in done:
-            entry = _same(done[number], example, output)
-        else:
-            entry = measure(model, shuffled, number, example, plan)
-            if journal:
-                journal.append(entry)
-        entries.append(entry)
-        if progress:
-            progress(number + 1, total)
-    return _finish(entries, recipe, journal, output)
+    with nullcontext() if output is None else journal.opened(_partial(Path(output))) as kept:
+        done = kept.resume(recipe) if kept else {}
+        for number, example in enumerate(itertools.chain([first], examples)):
+            if number in done:
+                entry = _same(done[number], example, output)
+            else:
+                entry = measure(model, shuffled, number, example, plan)
+                if kept:
+                    kept.append(entry)
+            entries.append(entry)
+            if progress:
+                progress(number + 1, total)
+        evaluation = _whole(entries, recipe)
+        if output is not None:
+            evaluation.save(output)
+        if kept:
+            kept.delete()
+    if not evaluation.rows:
+        raise ValueError(f"none of the {len(entries)} examples could be measured: {evaluation.failures[0].error}")
+    return evaluation
 
 
 def _first(examples: Iterator[Any]) -> tuple[Any, ...]:
@@ -179,13 +189,13 @@ def _versions(*used: object) -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
-def _journal(output: Path) -> Journal:
-    """Beside the output, which is checked before the work begins."""
+def _partial(output: Path) -> Path:
+    """Where the journal of an output lies, which is checked before the work begins."""
     if output.suffix.lower() != ".parquet":
         raise ValueError(f"cannot write {output.name!r}: the suffix must be .parquet")
     if not output.parent.is_dir():
         raise FileNotFoundError(f"cannot write {output}: the folder {output.parent} does not exist")
-    return Journal(output.with_name(output.name + ".partial"))
+    return output.with_name(output.name + ".partial")
 
 
 def _same(entry: Entry, example: tuple[Any, ...], output: object) -> Entry:
@@ -197,20 +207,11 @@ def _same(entry: Entry, example: tuple[Any, ...], output: object) -> Entry:
     return entry
 
 
-def _finish(
-    entries: Sequence[Entry], recipe: Mapping[str, Any], journal: Journal | None, output: str | Path | None
-) -> Evaluation:
-    """All entries as one evaluation, in its file; the journal is done with."""
+def _whole(entries: Sequence[Entry], recipe: Mapping[str, Any]) -> Evaluation:
+    """All entries as one evaluation."""
     digests = hashlib.sha256("".join(entry.digest for entry in entries).encode()).hexdigest()
-    evaluation = Evaluation(
+    return Evaluation(
         rows=tuple(row for entry in entries for row in entry.rows),
         failures=tuple(failure for entry in entries for failure in entry.failures),
         recipe={**recipe, "data": {"examples": len(entries), "sha256": digests}},
     )
-    if output is not None:
-        evaluation.save(output)
-    if journal:
-        journal.path.unlink(missing_ok=True)
-    if not evaluation.rows:
-        raise ValueError(f"none of the {len(entries)} examples could be measured: {evaluation.failures[0].error}")
-    return evaluation
