@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from PIL import Image
 
 from attnflow import capture, rollout
 from attnflow.baselines import gradient_norm
+from attnflow.capturing import vision
 from attnflow.faithfulness import journal, run
-from attnflow.faithfulness.loading import text_classifier, texts
+from attnflow.faithfulness.loading import photographs, text_classifier, texts
 from attnflow.faithfulness.metrics import METRICS, blank_out_correlation, comprehensiveness
 from attnflow.faithfulness.results import Evaluation, Row
 from attnflow.faithfulness.run import evaluate
@@ -405,6 +407,98 @@ def test_classifiers_are_loaded_with_their_head_or_not_at_all(bert, words, tmp_p
         text_classifier(str(tmp_path / "headless"))
     with pytest.raises(ValueError, match="cannot load a text classifier from"):
         text_classifier(str(tmp_path / "nowhere"))
+
+
+@pytest.fixture
+def animals(data, tmp_path):
+    """A folder of photographs by label, one without a label, and one that is none; and a folder of masks for two."""
+    images, horses = data / "images", data / "weizmann_horses"
+    taken = {
+        "0/zebra.jpg": images / "imagenet_n02391049_zebra.jpg",
+        "big_cat/tabby.jpg": images / "imagenet_n02123045_tabby.jpg",
+        "horse/13.jpg": horses / "horse013_rgb.jpg",
+        "horse/24.jpg": horses / "horse024_rgb.jpg",
+        "loose.png": images / "gradcam_dogs.png",
+        "notes.txt": data / "SOURCES.md",
+    }
+    for name, source in taken.items():
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, tmp_path / "photos" / name)
+    (tmp_path / "photos/0/broken.jpg").write_text("not an image")
+    (tmp_path / "masks/horse").mkdir(parents=True)
+    for number in ("13", "24"):
+        shutil.copy(horses / f"horse0{number}_mask.png", tmp_path / "masks/horse" / f"{number}.png")
+    return tmp_path
+
+
+def named_vit():
+    model = small_vit()
+    model.config.id2label = {0: "zebra", 1: "tabby, big_cat", 2: "Horse"}
+    return vision.VisionModel(model, (32, 32))
+
+
+def test_photographs_are_opened_in_their_turn_the_labels_mixed(animals):
+    examples = photographs(animals / "photos", named_vit())
+    assert [example.args[1:] for example in examples] == [
+        (animals / "photos/loose.png", None),
+        (animals / "photos/0/broken.jpg", 0),
+        (animals / "photos/big_cat/tabby.jpg", 1),
+        (animals / "photos/horse/13.jpg", 2),
+        (animals / "photos/0/zebra.jpg", 0),
+        (animals / "photos/horse/24.jpg", 2),
+    ]
+    pixels, label = examples[2]()
+    assert (pixels.shape, label) == ((1, 3, 32, 32), 1)
+    with pytest.raises(ValueError, match="broken.jpg' cannot be read as an image"):
+        examples[1]()
+
+
+def test_masks_lie_on_their_photographs(animals):
+    horse = photographs(animals / "photos/horse", named_vit(), animals / "masks/horse")[0]
+    pixels, label, inside = horse()
+    whole = np.asarray(Image.open(animals / "masks/horse/13.png").convert("L")) > 0
+    assert (inside.shape, inside.dtype, label) == (pixels.shape[2:], np.bool_, None)
+    assert inside.mean() == pytest.approx(whole.mean(), abs=0.03)
+    rows = [half.mean() for half in np.array_split(inside, 2)]
+    assert rows == pytest.approx([half.mean() for half in np.array_split(whole, 2)], abs=0.03)
+
+
+def test_photographs_that_cannot_be_found_or_named_are_refused(animals):
+    def refused(message, kind=ValueError, folder=animals / "photos", masks=None):
+        with pytest.raises(kind, match=message):
+            photographs(folder, named_vit(), masks)
+
+    refused("there is no folder", FileNotFoundError, animals / "nowhere")
+    refused("there is no folder", FileNotFoundError, masks=animals / "nowhere")
+    refused("holds no mask of a photograph, such as loose.png", masks=animals / "photos/big_cat")
+    (animals / "photos/dog").mkdir()
+    refused("holds no photographs", folder=animals / "photos/dog")
+    assert len(photographs(animals / "photos", named_vit())) == 6
+    shutil.copy(animals / "photos/loose.png", animals / "photos/dog/dog.png")
+    refused("the folder 'dog' names no class of the model; .* index of a class or its name, such as 'zebra'")
+    with pytest.raises(ValueError, match="index of a class, or put photographs"):
+        photographs(animals / "photos", vision.VisionModel(torch.nn.Linear(1, 1), (32, 32)))
+
+
+def test_an_example_that_cannot_be_opened_is_recorded_and_the_run_goes_on_behind_it(animals, tmp_path):
+    loaded = named_vit()
+    settings = {"methods": ["raw"], "metrics": ["blank-out"], "output": tmp_path / "result.parquet"}
+    examples = photographs(animals / "photos", loaded)[1:]
+
+    def stop(done, total):
+        assert total == 5
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(loaded.model, examples, progress=stop, **settings)
+    resumed = evaluate(loaded.model, examples, **settings)
+    assert {row.example for row in resumed.rows} == {1, 2, 3, 4}
+    ((example, method, error),) = resumed.failures
+    assert (example, method) == (0, None)
+    assert "broken.jpg' cannot be read as an image" in error
+    with pytest.raises(ValueError, match="none of the 2 examples could be opened: .*broken.jpg"):
+        evaluate(loaded.model, [examples[0]] * 2)
 
 
 def test_on_a_real_classifier_what_must_be_is(data):

@@ -23,6 +23,8 @@ from attnflow.methods import METHODS
 from attnflow.relevance import Relevance
 from attnflow.trace import Trace
 
+Given: TypeAlias = tuple[Any, ...] | Callable[[], tuple[Any, ...]]
+Opened: TypeAlias = tuple[Any, ...] | Exception
 EvaluationTarget: TypeAlias = int | Literal["predicted", "label"] | Callable[[Any], Any]
 
 
@@ -92,14 +94,26 @@ class Example:
         return row.function(removable.reshape(self.trace.grid), self.mask)
 
 
-def measure(
-    model: torch.nn.Module, shuffled: torch.nn.Module | None, number: int, data: tuple[Any, ...], plan: Plan
-) -> Entry:
+def opened(given: Given) -> Opened:
+    """The example, or why it cannot be opened, where it is a function that opens it."""
+    if not callable(given):
+        return given
+    try:
+        return given()
+    except ImportError:
+        raise
+    except Exception as error:
+        return error
+
+
+def measure(model: torch.nn.Module, shuffled: torch.nn.Module | None, number: int, data: Opened, plan: Plan) -> Entry:
     """All methods and metrics on one example; whatever fails is part of the entry, but for a missing package.
 
-    shuffled: the model with its weights randomised, where a metric needs it.
+    shuffled: the model with its weights randomised, where a metric needs it. data: what `opened` returns.
     """
     name = digest(data)
+    if isinstance(data, Exception):
+        return Entry(number, name, (), (Failure(number, None, line(data)),))
     try:
         example = prepare(model, data, plan)
         forgetful = prepare(shuffled, data, replace(plan, target=example.target)) if shuffled else None
@@ -107,7 +121,7 @@ def measure(
     except ImportError:
         raise
     except Exception as error:
-        return Entry(number, name, (), (Failure(number, None, _line(error)),))
+        return Entry(number, name, (), (Failure(number, None, line(error)),))
     rows: list[Row] = []
     failures: list[Failure] = []
     for method in plan.methods:
@@ -122,7 +136,7 @@ def measure(
         except ImportError:
             raise
         except Exception as error:
-            failures.append(Failure(number, method, _line(error)))
+            failures.append(Failure(number, method, line(error)))
     return Entry(number, name, tuple(rows), tuple(failures))
 
 
@@ -161,10 +175,10 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
     return Example(plan, model, inputs, trace, target, positions, scores, inside)
 
 
-def digest(data: tuple[Any, ...]) -> str:
-    """The SHA-256 of an example in hexadecimal: its text or pixels, its label and its mask."""
+def digest(data: Opened) -> str:
+    """The SHA-256 of an example in hexadecimal: its text or pixels, its label and its mask; or why there are none."""
     result = hashlib.sha256()
-    for part in data:
+    for part in (line(data),) if isinstance(data, Exception) else data:
         if part is None or isinstance(part, str | int):
             result.update(f"{type(part).__name__} {part} ".encode())
         else:
@@ -201,7 +215,7 @@ def _scores(
     return positions, {name: made[key] for name, key in wanted.items()}
 
 
-def _line(error: Exception) -> str:
+def line(error: Exception) -> str:
     """The error on one line, with its kind where that is not plain bad input."""
     message = " ".join(str(error).split())
     return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"

@@ -16,7 +16,17 @@ import torch
 
 from attnflow.baselines import BASELINES
 from attnflow.faithfulness import journal
-from attnflow.faithfulness.example import EvaluationTarget, Plan, digest, measure, randomised
+from attnflow.faithfulness.example import (
+    EvaluationTarget,
+    Given,
+    Opened,
+    Plan,
+    digest,
+    line,
+    measure,
+    opened,
+    randomised,
+)
 from attnflow.faithfulness.journal import Entry
 from attnflow.faithfulness.metrics import METRICS
 from attnflow.faithfulness.results import Evaluation
@@ -29,7 +39,7 @@ ALWAYS = ("random", "gradient-norm")
 
 def evaluate(
     model: torch.nn.Module,
-    data: Iterable[tuple[Any, ...]],
+    data: Iterable[Given],
     *,
     methods: Sequence[str] = ("raw", "rollout", "flow"),
     metrics: Sequence[str] | None = None,
@@ -49,7 +59,8 @@ def evaluate(
     """Measure how faithful methods are to a model on a data set, always beside random scores and the gradient.
 
     data: (text, label) with a tokenizer; or (pixels, label) or (pixels, label, mask), with pixels (channel, height,
-    width) as the model takes them and a mask (height, width), nonzero inside.
+    width) as the model takes them and a mask (height, width), nonzero inside. An example may also be a function without
+    arguments that returns it, called in its turn, so that a data set need not fit in memory.
     methods: names in METHODS or BASELINES. metrics: names in METRICS; None for all that fit the first example.
     target: the class explained: "predicted" by the model, the example's "label", an index, or a function of the model's
     output that returns one score per case. Tests that remove tokens watch its probability (the function's value).
@@ -70,8 +81,8 @@ def evaluate(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; it is {batch_size}")
-    examples = iter(data)
-    first = _first(examples)
+    examples = map(opened, data)
+    beginning, first = _first(examples)
     plan = Plan(
         methods=tuple(dict.fromkeys((*methods, *ALWAYS, gradient))),
         metrics=_fitting(first) if metrics is None else tuple(metrics),
@@ -94,7 +105,7 @@ def evaluate(
     entries: list[Entry] = []
     with nullcontext() if output is None else journal.opened(_partial(Path(output))) as kept:
         done = kept.resume(recipe) if kept else {}
-        for number, example in enumerate(itertools.chain([first], examples)):
+        for number, example in enumerate(itertools.chain(beginning, examples)):
             if number in done:
                 entry = _same(done[number], example, output)
             else:
@@ -114,14 +125,19 @@ def evaluate(
     return evaluation
 
 
-def _first(examples: Iterator[Any]) -> tuple[Any, ...]:
-    """The first example; ValueError if there is none, or it is no tuple."""
-    first = next(examples, None)
-    if first is None:
-        raise ValueError("there are no data; give at least one example, such as (text, label)")
-    if not isinstance(first, tuple | list) or len(first) < 2:
-        raise ValueError(f"an example is (text, label) or (pixels, label); the first is a {type(first).__name__}")
-    return tuple(first)
+def _first(examples: Iterator[Any]) -> tuple[list[Opened], tuple[Any, ...]]:
+    """The examples up to the first that could be opened, and that one; ValueError if there is none, or no tuple."""
+    beginning: list[Opened] = []
+    for example in examples:
+        beginning.append(example)
+        if isinstance(example, Exception):
+            continue
+        if not isinstance(example, tuple | list) or len(example) < 2:
+            raise ValueError(f"an example is (text, label) or (pixels, label); the first is a {type(example).__name__}")
+        return beginning, tuple(example)
+    if beginning and isinstance(beginning[0], Exception):
+        raise ValueError(f"none of the {len(beginning)} examples could be opened: {line(beginning[0])}")
+    raise ValueError("there are no data; give at least one example, such as (text, label)")
 
 
 def _fitting(example: tuple[Any, ...]) -> tuple[str, ...]:
@@ -198,7 +214,7 @@ def _partial(output: Path) -> Path:
     return output.with_name(output.name + ".partial")
 
 
-def _same(entry: Entry, example: tuple[Any, ...], output: object) -> Entry:
+def _same(entry: Entry, example: Opened, output: object) -> Entry:
     if entry.digest != digest(example):
         raise ValueError(
             f"example {entry.example} is not the one that the unfinished run in {output}.partial measured; give the "
