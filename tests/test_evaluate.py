@@ -2,11 +2,11 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +15,9 @@ from PIL import Image
 
 from attnflow import capture, rollout
 from attnflow.baselines import gradient_norm
-from attnflow.faithfulness import run
-from attnflow.faithfulness.loading import text_classifier, texts
+from attnflow.capturing import vision
+from attnflow.faithfulness import journal, run
+from attnflow.faithfulness.loading import photographs, text_classifier, texts
 from attnflow.faithfulness.metrics import METRICS, blank_out_correlation, comprehensiveness
 from attnflow.faithfulness.results import Evaluation, Row
 from attnflow.faithfulness.run import evaluate
@@ -89,7 +90,8 @@ def test_every_layer_and_settings_of_a_method(bert, words):
     layers = {(row.method, row.layer) for row in evaluation.rows}
     assert layers >= {("rollout", 0), ("rollout", 1), ("random", None), ("occlusion", None)}
     assert len(layers) == 6
-    assert values(evaluation, "gradient-sum", "gradient") == pytest.approx([1])
+    assert values(evaluation, "gradient-sum", "gradient") == []  # with itself it would be 1
+    assert len(values(evaluation, "gradient-norm", "gradient")) == 1
     # With nothing but a residual each token stays on itself, and all that may be removed are alike: undefined.
     assert math.isnan(values(evaluation, "rollout", "blank-out", 1)[0])
     undefined = next(one for one in evaluation.summary() if one[:3] == ("rollout", 1, "blank-out"))
@@ -273,28 +275,32 @@ def journal_lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def kill_after(examples, output):
-    """Run the evaluation in a process of its own and kill -9 it when so many examples are in the journal."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+def stopped_after(examples, output):
+    """A process with the evaluation, stopped when so many examples are in the journal."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", KILLED.format(output=str(output))], env=environment)
-    journal = output.with_name(output.name + ".partial")
+    partial = output.with_name(output.name + ".partial")
     deadline = time.monotonic() + 60
-    while journal_lines(journal) < 1 + examples:
-        assert process.poll() is None, "the run ended before it could be killed"
+    while journal_lines(partial) < 1 + examples:
+        assert process.poll() is None, "the run ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    return journal
+    process.send_signal(signal.SIGSTOP)
+    return process, partial
 
 
-def test_a_killed_run_goes_on_where_it_stopped(bert, words, tmp_path, monkeypatch):
+def test_a_run_keeps_others_away_and_killed_goes_on_where_it_stopped(bert, words, tmp_path, monkeypatch):
     output = tmp_path / "result.parquet"
-    journal = kill_after(5, output)
+    process, partial = stopped_after(5, output)
+    settings = {"tokenizer": words, "methods": ["raw", "rollout"]}
+    with pytest.raises(ValueError, match=r"another run is writing .*result.parquet.partial; wait until it ends"):
+        evaluate(bert, MANY, output=output, **settings)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
     assert not output.exists()
-    finished = journal_lines(journal) - 1
+    finished = journal_lines(partial) - 1
     assert 5 <= finished < len(MANY)
-    with open(journal, "ab") as file:
+    with open(partial, "ab") as file:
         file.write(b'{"example": 99, "rows": [["raw", 1, "blank-o')  # as if killed in the middle of a write
     measured = []
 
@@ -305,11 +311,10 @@ def test_a_killed_run_goes_on_where_it_stopped(bert, words, tmp_path, monkeypatc
     run_measure = run.measure
     monkeypatch.setattr(run, "measure", measure)
     steps = []
-    settings = {"tokenizer": words, "methods": ["raw", "rollout"]}
     resumed = evaluate(bert, MANY, output=output, progress=lambda *step: steps.append(step), **settings)
     assert measured == list(range(finished, len(MANY)))
     assert steps == [(number + 1, len(MANY)) for number in range(len(MANY))]
-    assert not journal.exists()
+    assert not partial.exists()
     whole = evaluate(bert, iter(MANY), **settings)
     assert [row[:4] for row in resumed.rows] == [row[:4] for row in whole.rows]
     # Another process rounds otherwise, where memory lies otherwise.
@@ -327,6 +332,21 @@ def interrupted(model, words, output, examples=2, **settings):
 
     with pytest.raises(KeyboardInterrupt):
         evaluate(model, TEXTS, tokenizer=words, output=output, progress=stop, metrics=FEW, **settings)
+
+
+def test_a_journal_is_of_one_run_at_a_time(tmp_path):
+    path = tmp_path / "result.parquet.partial"
+    with journal.opened(path) as first:
+        first.resume({"seed": 0})
+        with pytest.raises(ValueError, match="another run is writing"), journal.opened(path):
+            pass
+        assert journal_lines(path) == 1
+    with journal.opened(path) as second:
+        assert second.resume({"seed": 0}) == {}
+        second.delete()
+        with journal.opened(path) as third:  # the name is free, whoever still has the deleted file open
+            third.resume({"seed": 1})
+    assert journal_lines(path) == 1
 
 
 @pytest.mark.parametrize(
@@ -387,6 +407,98 @@ def test_classifiers_are_loaded_with_their_head_or_not_at_all(bert, words, tmp_p
         text_classifier(str(tmp_path / "headless"))
     with pytest.raises(ValueError, match="cannot load a text classifier from"):
         text_classifier(str(tmp_path / "nowhere"))
+
+
+@pytest.fixture
+def animals(data, tmp_path):
+    """A folder of photographs by label, one without a label, and one that is none; and a folder of masks for two."""
+    images, horses = data / "images", data / "weizmann_horses"
+    taken = {
+        "0/zebra.jpg": images / "imagenet_n02391049_zebra.jpg",
+        "big_cat/tabby.jpg": images / "imagenet_n02123045_tabby.jpg",
+        "horse/13.jpg": horses / "horse013_rgb.jpg",
+        "horse/24.jpg": horses / "horse024_rgb.jpg",
+        "loose.png": images / "gradcam_dogs.png",
+        "notes.txt": data / "SOURCES.md",
+    }
+    for name, source in taken.items():
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, tmp_path / "photos" / name)
+    (tmp_path / "photos/0/broken.jpg").write_text("not an image")
+    (tmp_path / "masks/horse").mkdir(parents=True)
+    for number in ("13", "24"):
+        shutil.copy(horses / f"horse0{number}_mask.png", tmp_path / "masks/horse" / f"{number}.png")
+    return tmp_path
+
+
+def named_vit():
+    model = small_vit()
+    model.config.id2label = {0: "zebra", 1: "tabby, big_cat", 2: "Horse"}
+    return vision.VisionModel(model, (32, 32))
+
+
+def test_photographs_are_opened_in_their_turn_the_labels_mixed(animals):
+    examples = photographs(animals / "photos", named_vit())
+    assert [example.args[1:] for example in examples] == [
+        (animals / "photos/loose.png", None),
+        (animals / "photos/0/broken.jpg", 0),
+        (animals / "photos/big_cat/tabby.jpg", 1),
+        (animals / "photos/horse/13.jpg", 2),
+        (animals / "photos/0/zebra.jpg", 0),
+        (animals / "photos/horse/24.jpg", 2),
+    ]
+    pixels, label = examples[2]()
+    assert (pixels.shape, label) == ((1, 3, 32, 32), 1)
+    with pytest.raises(ValueError, match="broken.jpg' cannot be read as an image"):
+        examples[1]()
+
+
+def test_masks_lie_on_their_photographs(animals):
+    horse = photographs(animals / "photos/horse", named_vit(), animals / "masks/horse")[0]
+    pixels, label, inside = horse()
+    whole = np.asarray(Image.open(animals / "masks/horse/13.png").convert("L")) > 0
+    assert (inside.shape, inside.dtype, label) == (pixels.shape[2:], np.bool_, None)
+    assert inside.mean() == pytest.approx(whole.mean(), abs=0.03)
+    rows = [half.mean() for half in np.array_split(inside, 2)]
+    assert rows == pytest.approx([half.mean() for half in np.array_split(whole, 2)], abs=0.03)
+
+
+def test_photographs_that_cannot_be_found_or_named_are_refused(animals):
+    def refused(message, kind=ValueError, folder=animals / "photos", masks=None):
+        with pytest.raises(kind, match=message):
+            photographs(folder, named_vit(), masks)
+
+    refused("there is no folder", FileNotFoundError, animals / "nowhere")
+    refused("there is no folder", FileNotFoundError, masks=animals / "nowhere")
+    refused("holds no mask of a photograph, such as loose.png", masks=animals / "photos/big_cat")
+    (animals / "photos/dog").mkdir()
+    refused("holds no photographs", folder=animals / "photos/dog")
+    assert len(photographs(animals / "photos", named_vit())) == 6
+    shutil.copy(animals / "photos/loose.png", animals / "photos/dog/dog.png")
+    refused("the folder 'dog' names no class of the model; .* index of a class or its name, such as 'zebra'")
+    with pytest.raises(ValueError, match="index of a class, or put photographs"):
+        photographs(animals / "photos", vision.VisionModel(torch.nn.Linear(1, 1), (32, 32)))
+
+
+def test_an_example_that_cannot_be_opened_is_recorded_and_the_run_goes_on_behind_it(animals, tmp_path):
+    loaded = named_vit()
+    settings = {"methods": ["raw"], "metrics": ["blank-out"], "output": tmp_path / "result.parquet"}
+    examples = photographs(animals / "photos", loaded)[1:]
+
+    def stop(done, total):
+        assert total == 5
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(loaded.model, examples, progress=stop, **settings)
+    resumed = evaluate(loaded.model, examples, **settings)
+    assert {row.example for row in resumed.rows} == {1, 2, 3, 4}
+    ((example, method, error),) = resumed.failures
+    assert (example, method) == (0, None)
+    assert "broken.jpg' cannot be read as an image" in error
+    with pytest.raises(ValueError, match="none of the 2 examples could be opened: .*broken.jpg"):
+        evaluate(loaded.model, [examples[0]] * 2)
 
 
 def test_on_a_real_classifier_what_must_be_is(data):

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,33 +112,35 @@ def place_label(place: Sequence[int]) -> str:
     return ",".join(map(str, place))
 
 
-def load(name: str = demo.IMAGE, device: str = "cpu") -> VisionModel:
+def load(name: str = demo.IMAGE, device: str = "cpu", *, classifies: bool = False) -> VisionModel:
     """A vision model in evaluation mode: the packaged demo, a local folder or hub name of Hugging Face or timm.
 
     A folder whose config.json has an "architecture" is timm's, any other is Hugging Face's; hub names of timm start
-    with "timm/".
+    with "timm/". classifies: load it with the head that classifies.
 
-    Raises ModuleNotFoundError for a missing package, ValueError if no vision model can be loaded from `name`.
+    Raises ModuleNotFoundError for a missing package, ValueError if no vision model can be loaded from `name`, or if it
+    was not trained to classify.
     """
-    loader: Callable[[str], VisionModel]
-    if name == demo.IMAGE:
-        loader = _load_demo
-    elif name.startswith("timm/") or _is_timm_folder(Path(name)):
-        loader = _load_timm
-    else:
-        loader = _load_huggingface
     try:
-        loaded = loader(name)
+        if name == demo.IMAGE:
+            loaded = _load_demo(classifies)
+        elif name.startswith("timm/") or _is_timm_folder(Path(name)):
+            loaded = _load_timm(name, classifies)
+        else:
+            loaded = _load_huggingface(name, classifies)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        kind = "an image classifier" if classifies else "a vision model"
         raise ValueError(
-            f"cannot load a vision model from {name!r}: {first_line(error)}; give a folder of a Hugging Face or timm "
-            "model, or a hub name (which needs a connection)"
+            f"cannot load {kind} from {name!r}: {first_line(error)}; give a folder of a Hugging Face or timm model, "
+            "or a hub name (which needs a connection)"
         ) from error
     loaded.model.eval().to(device)
     return loaded
 
 
-def _load_demo(name: str) -> VisionModel:
+def _load_demo(classifies: bool) -> VisionModel:
+    if classifies:
+        raise ValueError("it was not trained to classify: it has no classes")
     return VisionModel(demo.dinov2(), (224, 224), multiple=14)
 
 
@@ -147,25 +149,35 @@ def _is_timm_folder(folder: Path) -> bool:
     return config.is_file() and "architecture" in json.loads(config.read_text(encoding="utf-8"))
 
 
-def _load_timm(name: str) -> VisionModel:
+def _load_timm(name: str, classifies: bool) -> VisionModel:
     try:
         import timm
         from timm.data import resolve_data_config  # pyright: ignore[reportPrivateImportUsage]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("timm models need timm: pip install 'attnflow[timm]'") from error
-    model = timm.create_model(f"local-dir:{name}" if Path(name).is_dir() else f"hf_hub:{name}", pretrained=True)
+    model: Any = timm.create_model(f"local-dir:{name}" if Path(name).is_dir() else f"hf_hub:{name}", pretrained=True)
+    # With another number of classes than the weights were trained on, timm leaves the head as it was drawn.
+    if classifies and not 0 < model.num_classes == model.pretrained_cfg["num_classes"]:
+        raise ValueError(f"it was not trained to classify: it has {model.num_classes} classes")
     data = resolve_data_config({}, model=model)
     _, height, width = data["input_size"]
     return VisionModel(model, (height, width), tuple(data["mean"]), tuple(data["std"]))
 
 
-def _load_huggingface(name: str) -> VisionModel:
+def _load_huggingface(name: str, classifies: bool) -> VisionModel:
     try:
         import transformers
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("Hugging Face models need transformers: pip install 'attnflow[hf]'") from error
-    model: Any = transformers.AutoModel.from_pretrained(name)
-    model = getattr(model, "vision_model", model)
+    model: Any
+    if classifies:
+        model, facts = transformers.AutoModelForImageClassification.from_pretrained(name, output_loading_info=True)
+        if facts["missing_keys"]:
+            missing = sorted(facts["missing_keys"])[0]
+            raise ValueError(f"it was not trained to classify: it has no weights for {missing}")
+    else:
+        model = transformers.AutoModel.from_pretrained(name)
+        model = getattr(model, "vision_model", model)
     config = getattr(model.config, "vision_config", model.config)
     if not hasattr(config, "image_size"):
         raise ValueError(f"{type(model).__name__} takes no images")

@@ -20,11 +20,12 @@ def evaluate(
     /,
     *,
     model: str,
+    masks: Path | None = None,
     methods: str = "raw,rollout,flow",
     metrics: str | None = None,
     target: str = "predicted",
     layer: Annotated[str, Parameter(allow_leading_hyphen=True)] = "-1",
-    blank: Literal["unk", "mask", "pad", "delete"] = "unk",
+    blank: Literal["unk", "mask", "pad", "delete", "zero", "mean", "blur"] | None = None,
     special: Annotated[bool, Parameter(negative=())] = False,
     limit: int | None = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
@@ -35,25 +36,29 @@ def evaluate(
     quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative=())] = False,
     debug: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Measure how faithful methods are to a text classifier, beside random scores and the gradient.
+    """Measure how faithful methods are to a text or image classifier, beside random scores and the gradient.
 
     Parameters
     ----------
     data
-        A file with one text on each line, and its label behind a tab if it has one.
+        A file with one text on each line, and its label behind a tab if it has one; or a folder of photographs, those
+        with a label in a folder named after it: the index or the name of a class.
     model
-        A local folder or a Hugging Face hub name of a text classifier.
+        A local folder or a Hugging Face hub name of a text classifier, or of an image classifier (also of timm).
+    masks
+        A folder with a mask of the same name for each photograph, black outside: adds the tests of segmentation.
     methods
         Names with commas between them: methods, or baselines (gradient-sum, gradient-x-input, occlusion,
         integrated-gradients). random and gradient-norm are always there.
     metrics
-        Names with commas between them. By default all that are for text.
+        Names with commas between them. By default all that are for such data.
     target
         The class explained: predicted, label, or its index.
     layer
         The layer explained, or "all".
     blank
-        What removed tokens become; delete takes them out.
+        What removed tokens become: unk, mask or pad, and delete takes them out; by default unk. Or what removed patches
+        are painted with: zero, mean, blur; by default zero, and blur for insertion.
     special
         Let special tokens be removed and take part in correlations.
     limit
@@ -74,18 +79,27 @@ def evaluate(
         Show the traceback of an error.
     """
     with working("loading the model", quiet=quiet):
+        from attnflow.capturing import vision
         from attnflow.faithfulness import loading
         from attnflow.faithfulness.run import evaluate
 
         quieten_transformers()
         if limit is not None and limit < 1:
             raise ValueError(f"--limit takes a number of examples from 1 on; it is {limit}")
-        examples = loading.texts(data)[:limit]
-        classifier, tokenizer = loading.text_classifier(model, check_device(device))
+        if not data.exists():
+            raise FileNotFoundError(f"there is no {str(data)!r}; give a file of texts, or a folder of photographs")
+        if data.is_dir():
+            loaded = vision.load(model, check_device(device), classifies=True)
+            examples, classifier, tokenizer = loading.photographs(data, loaded, masks), loaded.model, None
+        elif masks:
+            raise ValueError(f"--masks goes with a folder of photographs; {str(data)!r} is a file")
+        else:
+            examples = loading.texts(data)
+            classifier, tokenizer = loading.text_classifier(model, check_device(device))
     with progress("evaluating", quiet=quiet) as called:
         evaluation = evaluate(
             classifier,
-            examples,
+            examples[:limit],
             methods=methods.split(","),
             metrics=metrics.split(",") if metrics else None,
             tokenizer=tokenizer,

@@ -23,6 +23,8 @@ from attnflow.methods import METHODS
 from attnflow.relevance import Relevance
 from attnflow.trace import Trace
 
+Given: TypeAlias = tuple[Any, ...] | Callable[[], tuple[Any, ...]]
+Opened: TypeAlias = tuple[Any, ...] | Exception
 EvaluationTarget: TypeAlias = int | Literal["predicted", "label"] | Callable[[Any], Any]
 
 
@@ -42,6 +44,10 @@ class Plan:
     seed: int
     batch_size: int
     tokenizer: Any
+
+    def asked_of(self, method: str) -> list[str]:
+        """The metrics of a method: all, but that the gradient baseline is not correlated with itself."""
+        return [name for name in self.metrics if method != self.gradient or METRICS[name].needs != "gradient"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +94,26 @@ class Example:
         return row.function(removable.reshape(self.trace.grid), self.mask)
 
 
-def measure(
-    model: torch.nn.Module, shuffled: torch.nn.Module | None, number: int, data: tuple[Any, ...], plan: Plan
-) -> Entry:
+def opened(given: Given) -> Opened:
+    """The example, or why it cannot be opened, where it is a function that opens it."""
+    if not callable(given):
+        return given
+    try:
+        return given()
+    except ImportError:
+        raise
+    except Exception as error:
+        return error
+
+
+def measure(model: torch.nn.Module, shuffled: torch.nn.Module | None, number: int, data: Opened, plan: Plan) -> Entry:
     """All methods and metrics on one example; whatever fails is part of the entry, but for a missing package.
 
-    shuffled: the model with its weights randomised, where a metric needs it.
+    shuffled: the model with its weights randomised, where a metric needs it. data: what `opened` returns.
     """
     name = digest(data)
+    if isinstance(data, Exception):
+        return Entry(number, name, (), (Failure(number, None, line(data)),))
     try:
         example = prepare(model, data, plan)
         forgetful = prepare(shuffled, data, replace(plan, target=example.target)) if shuffled else None
@@ -103,7 +121,7 @@ def measure(
     except ImportError:
         raise
     except Exception as error:
-        return Entry(number, name, (), (Failure(number, None, _line(error)),))
+        return Entry(number, name, (), (Failure(number, None, line(error)),))
     rows: list[Row] = []
     failures: list[Failure] = []
     for method in plan.methods:
@@ -113,12 +131,12 @@ def measure(
             randomised = forgetful.relevance(method).every_layer.mean(axis=1) if forgetful else by_layer
             for layer, scores, other in zip(relevance.layers, by_layer, randomised, strict=True):
                 others = {"gradient": reference, "randomised": other}
-                values = [(metric, example.value(metric, scores, others)) for metric in plan.metrics]
+                values = [(metric, example.value(metric, scores, others)) for metric in plan.asked_of(method)]
                 rows += [Row(number, method, None if method in BASELINES else layer, *value) for value in values]
         except ImportError:
             raise
         except Exception as error:
-            failures.append(Failure(number, method, _line(error)))
+            failures.append(Failure(number, method, line(error)))
     return Entry(number, name, tuple(rows), tuple(failures))
 
 
@@ -141,12 +159,7 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
         if label is None:
             raise ValueError("the example has no label; give one, or target='predicted'")
         target = int(label)
-    inputs: baselines.Inputs
-    if isinstance(content, str):
-        inputs = huggingface.tokenize(content, model, plan.tokenizer)
-    else:
-        device = next(model.parameters()).device
-        inputs = (content if content.ndim == 4 else content[None]).to(device)
+    inputs = model_inputs(content, model, plan.tokenizer)
     trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target)
     if isinstance(trace, list):
         raise ValueError(f"the model turned one input into {len(trace)} examples")
@@ -157,10 +170,17 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
     return Example(plan, model, inputs, trace, target, positions, scores, inside)
 
 
-def digest(data: tuple[Any, ...]) -> str:
-    """The SHA-256 of an example in hexadecimal: its text or pixels, its label and its mask."""
+def model_inputs(content: Any, model: torch.nn.Module, tokenizer: Any) -> baselines.Inputs:
+    """What the model takes for a text, or for pixels with or without a batch axis, on its device."""
+    if isinstance(content, str):
+        return huggingface.tokenize(content, model, tokenizer)
+    return (content if content.ndim == 4 else content[None]).to(next(model.parameters()).device)
+
+
+def digest(data: Opened) -> str:
+    """The SHA-256 of an example in hexadecimal: its text or pixels, its label and its mask; or why there are none."""
     result = hashlib.sha256()
-    for part in data:
+    for part in (line(data),) if isinstance(data, Exception) else data:
         if part is None or isinstance(part, str | int):
             result.update(f"{type(part).__name__} {part} ".encode())
         else:
@@ -197,7 +217,7 @@ def _scores(
     return positions, {name: made[key] for name, key in wanted.items()}
 
 
-def _line(error: Exception) -> str:
+def line(error: Exception) -> str:
     """The error on one line, with its kind where that is not plain bad input."""
     message = " ".join(str(error).split())
     return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"

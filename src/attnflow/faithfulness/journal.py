@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from attnflow.faithfulness.results import Failure, Row
 
@@ -42,11 +44,27 @@ class Entry:
         return cls(number, content["digest"], tuple(rows), tuple(failures))
 
 
+@contextmanager
+def opened(path: Path) -> Generator[Journal]:
+    """The journal at a path, which is this run's alone until it is closed, or until its process ends in any way.
+
+    Raises ValueError while another run has it.
+    """
+    while True:
+        with open(path, "a+b") as file:
+            if not _lock(file):
+                raise ValueError(f"another run is writing {path}; wait until it ends, or write to another file")
+            if _is_at(path, file):  # else a run that just ended has deleted it
+                yield Journal(path, file)
+                return
+
+
 @dataclass(frozen=True)
 class Journal:
     """A file whose first line is the recipe of a run, and whose other lines are its finished examples."""
 
     path: Path
+    file: IO[bytes]
 
     def resume(self, recipe: Mapping[str, Any]) -> dict[int, Entry]:
         """The finished examples of an earlier run with the same recipe; starts the file if there is none.
@@ -55,10 +73,11 @@ class Journal:
 
         Raises ValueError if the file is of a run with another recipe, or is no journal.
         """
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
+        self.file.seek(0)
+        whole = [line for line in self.file if line.endswith(b"\n")]
         if not whole:
-            self._write(json.dumps(recipe, ensure_ascii=False, allow_nan=False) + "\n", "wb")
+            self.file.truncate(0)
+            self._write(json.dumps(recipe, ensure_ascii=False, allow_nan=False) + "\n")
             return {}
         try:
             earlier = json.loads(whole[0])
@@ -66,18 +85,23 @@ class Journal:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is not the journal of an evaluation ({error}); move it away") from error
         self._check_same(earlier, recipe)
-        os.truncate(self.path, sum(len(line) for line in whole))
+        self.file.truncate(sum(len(line) for line in whole))
         return {entry.example: entry for entry in entries}
 
     def append(self, entry: Entry) -> None:
         """Add a finished example, on the disk when this returns."""
-        self._write(entry.line(), "ab")
+        self._write(entry.line())
 
-    def _write(self, text: str, mode: str) -> None:
-        with open(self.path, mode) as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
+    def delete(self) -> None:
+        """Remove the file, once all of it stands elsewhere."""
+        if sys.platform == "win32":  # which removes no open file
+            self.file.close()
+        self.path.unlink(missing_ok=True)
+
+    def _write(self, text: str) -> None:
+        self.file.write(text.encode())
+        self.file.flush()
+        os.fsync(self.file.fileno())
 
     def _check_same(self, earlier: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
         differing = [name for name in recipe if earlier.get(name) != recipe[name]]
@@ -87,3 +111,28 @@ class Journal:
                 f"{self.path} is of an unfinished run with other settings: {name} was {earlier.get(name)!r} and is now "
                 f"{recipe[name]!r}; give the same settings to go on with it, or delete the file to begin again"
             )
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Whether no other run has the file, which is locked then; without locks (Windows, some network drives) none has.
+
+    The lock ends with the process that holds it.
+    """
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

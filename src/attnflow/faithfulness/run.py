@@ -7,6 +7,7 @@ import itertools
 import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,19 @@ from typing import Any, Literal
 import torch
 
 from attnflow.baselines import BASELINES
-from attnflow.faithfulness.example import EvaluationTarget, Plan, digest, measure, randomised
-from attnflow.faithfulness.journal import Entry, Journal
+from attnflow.faithfulness import journal
+from attnflow.faithfulness.example import (
+    EvaluationTarget,
+    Given,
+    Opened,
+    Plan,
+    digest,
+    line,
+    measure,
+    opened,
+    randomised,
+)
+from attnflow.faithfulness.journal import Entry
 from attnflow.faithfulness.metrics import METRICS
 from attnflow.faithfulness.results import Evaluation
 from attnflow.faithfulness.score import IMAGE_BLANKS, TEXT_BLANKS
@@ -27,7 +39,7 @@ ALWAYS = ("random", "gradient-norm")
 
 def evaluate(
     model: torch.nn.Module,
-    data: Iterable[tuple[Any, ...]],
+    data: Iterable[Given],
     *,
     methods: Sequence[str] = ("raw", "rollout", "flow"),
     metrics: Sequence[str] | None = None,
@@ -42,32 +54,37 @@ def evaluate(
     output: str | Path | None = None,
     batch_size: int = 64,
     seed: int = 0,
+    shuffled: torch.nn.Module | None = None,
     progress: Callable[[int, int | None], object] | None = None,
 ) -> Evaluation:
     """Measure how faithful methods are to a model on a data set, always beside random scores and the gradient.
 
     data: (text, label) with a tokenizer; or (pixels, label) or (pixels, label, mask), with pixels (channel, height,
-    width) as the model takes them and a mask (height, width), nonzero inside.
+    width) as the model takes them and a mask (height, width), nonzero inside. An example may also be a function without
+    arguments that returns it, called in its turn, so that a data set need not fit in memory.
     methods: names in METHODS or BASELINES. metrics: names in METRICS; None for all that fit the first example.
     target: the class explained: "predicted" by the model, the example's "label", an index, or a function of the model's
     output that returns one score per case. Tests that remove tokens watch its probability (the function's value).
     query: the output position explained, as the methods take it; "readout" is the trace's own, or the mean over all.
     layer: the layer explained, or "all". settings: further settings of a method, by its name. gradient: the baseline
-    that gradient correlations are with. special: whether special tokens may be removed and take part in correlations.
+    that gradient correlations are with; it has none itself. special: whether special tokens may be removed and take
+    part in correlations.
     blank: what removed text becomes ("unk" unless told), or removed patches (unless told "zero", and "blur" for
     insertion); `faithfulness.score` lists them. batch_size: cases in one forward pass.
+    shuffled: the model that "randomised-weights" compares with; None for one that forgot all that it learnt.
     output: a .parquet file to write. Until it is whole, finished examples stand in a file of that name and ".partial",
     and the same call after a kill goes on behind them. progress: called with the examples done, and in all if known.
 
     An example that fails, or one method on it, is recorded with its error and does not end the run.
 
     Raises ValueError for a setting that is unknown, for settings or data other than those of the run that is resumed,
-    and if no example could be measured (the file is written all the same); ModuleNotFoundError for a missing package.
+    while another run writes the same output, and if no example could be measured (the file is written all the same);
+    ModuleNotFoundError for a missing package.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; it is {batch_size}")
-    examples = iter(data)
-    first = _first(examples)
+    examples = map(opened, data)
+    beginning, first = until_first(examples)
     plan = Plan(
         methods=tuple(dict.fromkeys((*methods, *ALWAYS, gradient))),
         metrics=_fitting(first) if metrics is None else tuple(metrics),
@@ -83,34 +100,48 @@ def evaluate(
         tokenizer=tokenizer,
     )
     _check(model, first, plan)
-    recipe = _recipe(model, plan)
-    journal = None if output is None else _journal(Path(output))
-    done = journal.resume(recipe) if journal else {}
-    needs = {METRICS[name].needs for name in plan.metrics}
-    shuffled = randomised(model, seed) if "randomised" in needs else None
+    recipe = _recipe(model, plan) | {"shuffled": None if shuffled is None else _weights_digest(shuffled)}
+    if all(METRICS[name].needs != "randomised" for name in plan.metrics):
+        shuffled = None
+    elif shuffled is None:
+        shuffled = randomised(model, seed)
     total = len(data) if isinstance(data, Sized) else None
     entries: list[Entry] = []
-    for number, example in enumerate(itertools.chain([first], examples)):
-        if number in done:
-            entry = _same(done[number], example, output)
-        else:
-            entry = measure(model, shuffled, number, example, plan)
-            if journal:
-                journal.append(entry)
-        entries.append(entry)
-        if progress:
-            progress(number + 1, total)
-    return _finish(entries, recipe, journal, output)
+    with nullcontext() if output is None else journal.opened(_partial(Path(output))) as kept:
+        done = kept.resume(recipe) if kept else {}
+        for number, example in enumerate(itertools.chain(beginning, examples)):
+            if number in done:
+                entry = _same(done[number], example, output)
+            else:
+                entry = measure(model, shuffled, number, example, plan)
+                if kept:
+                    kept.append(entry)
+            entries.append(entry)
+            if progress:
+                progress(number + 1, total)
+        evaluation = _whole(entries, recipe)
+        if output is not None:
+            evaluation.save(output)
+        if kept:
+            kept.delete()
+    if not evaluation.rows:
+        raise ValueError(f"none of the {len(entries)} examples could be measured: {evaluation.failures[0].error}")
+    return evaluation
 
 
-def _first(examples: Iterator[Any]) -> tuple[Any, ...]:
-    """The first example; ValueError if there is none, or it is no tuple."""
-    first = next(examples, None)
-    if first is None:
-        raise ValueError("there are no data; give at least one example, such as (text, label)")
-    if not isinstance(first, tuple | list) or len(first) < 2:
-        raise ValueError(f"an example is (text, label) or (pixels, label); the first is a {type(first).__name__}")
-    return tuple(first)
+def until_first(examples: Iterator[Any]) -> tuple[list[Opened], tuple[Any, ...]]:
+    """The examples up to the first that could be opened, and that one; ValueError if there is none, or no tuple."""
+    beginning: list[Opened] = []
+    for example in examples:
+        beginning.append(example)
+        if isinstance(example, Exception):
+            continue
+        if not isinstance(example, tuple | list) or len(example) < 2:
+            raise ValueError(f"an example is (text, label) or (pixels, label); the first is a {type(example).__name__}")
+        return beginning, tuple(example)
+    if beginning and isinstance(beginning[0], Exception):
+        raise ValueError(f"none of the {len(beginning)} examples could be opened: {line(beginning[0])}")
+    raise ValueError("there are no data; give at least one example, such as (text, label)")
 
 
 def _fitting(example: tuple[Any, ...]) -> tuple[str, ...]:
@@ -178,16 +209,16 @@ def _versions(*used: object) -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
-def _journal(output: Path) -> Journal:
-    """Beside the output, which is checked before the work begins."""
+def _partial(output: Path) -> Path:
+    """Where the journal of an output lies, which is checked before the work begins."""
     if output.suffix.lower() != ".parquet":
         raise ValueError(f"cannot write {output.name!r}: the suffix must be .parquet")
     if not output.parent.is_dir():
         raise FileNotFoundError(f"cannot write {output}: the folder {output.parent} does not exist")
-    return Journal(output.with_name(output.name + ".partial"))
+    return output.with_name(output.name + ".partial")
 
 
-def _same(entry: Entry, example: tuple[Any, ...], output: object) -> Entry:
+def _same(entry: Entry, example: Opened, output: object) -> Entry:
     if entry.digest != digest(example):
         raise ValueError(
             f"example {entry.example} is not the one that the unfinished run in {output}.partial measured; give the "
@@ -196,20 +227,11 @@ def _same(entry: Entry, example: tuple[Any, ...], output: object) -> Entry:
     return entry
 
 
-def _finish(
-    entries: Sequence[Entry], recipe: Mapping[str, Any], journal: Journal | None, output: str | Path | None
-) -> Evaluation:
-    """All entries as one evaluation, in its file; the journal is done with."""
+def _whole(entries: Sequence[Entry], recipe: Mapping[str, Any]) -> Evaluation:
+    """All entries as one evaluation."""
     digests = hashlib.sha256("".join(entry.digest for entry in entries).encode()).hexdigest()
-    evaluation = Evaluation(
+    return Evaluation(
         rows=tuple(row for entry in entries for row in entry.rows),
         failures=tuple(failure for entry in entries for failure in entry.failures),
         recipe={**recipe, "data": {"examples": len(entries), "sha256": digests}},
     )
-    if output is not None:
-        evaluation.save(output)
-    if journal:
-        journal.path.unlink(missing_ok=True)
-    if not evaluation.rows:
-        raise ValueError(f"none of the {len(entries)} examples could be measured: {evaluation.failures[0].error}")
-    return evaluation
