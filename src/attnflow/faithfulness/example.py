@@ -159,12 +159,7 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
         if label is None:
             raise ValueError("the example has no label; give one, or target='predicted'")
         target = int(label)
-    inputs: baselines.Inputs
-    if isinstance(content, str):
-        inputs = huggingface.tokenize(content, model, plan.tokenizer)
-    else:
-        device = next(model.parameters()).device
-        inputs = (content if content.ndim == 4 else content[None]).to(device)
+    inputs = model_inputs(content, model, plan.tokenizer)
     trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target)
     if isinstance(trace, list):
         raise ValueError(f"the model turned one input into {len(trace)} examples")
@@ -173,6 +168,13 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
     positions, scores = _scores(model, inputs, trace, target, plan)
     inside = np.asarray(data[2]) != 0 if len(data) > 2 else None
     return Example(plan, model, inputs, trace, target, positions, scores, inside)
+
+
+def model_inputs(content: Any, model: torch.nn.Module, tokenizer: Any) -> baselines.Inputs:
+    """What the model takes for a text, or for pixels with or without a batch axis, on its device."""
+    if isinstance(content, str):
+        return huggingface.tokenize(content, model, tokenizer)
+    return (content if content.ndim == 4 else content[None]).to(next(model.parameters()).device)
 
 
 def digest(data: Opened) -> str:

@@ -62,8 +62,8 @@ def blank_out_correlation(relevance: Floats, score: ScoreFunction, rank: Rank = 
 def sameness(relevance: Floats, randomised: Floats) -> float:
     """The size of the rank correlation with the relevance for a model whose weights were shuffled, in [0, 1].
 
-    Adebayo et al. 2018, with all weights at once instead of layer after layer. What stays the same when the model
-    forgets all that it learnt says nothing of what it learnt.
+    Adebayo et al. 2018, with all weights at once; `randomisation.cascade` goes layer after layer. What stays the same
+    when the model forgets all that it learnt says nothing of what it learnt.
     """
     return abs(correlation(relevance, randomised))
 

@@ -54,6 +54,7 @@ def evaluate(
     output: str | Path | None = None,
     batch_size: int = 64,
     seed: int = 0,
+    shuffled: torch.nn.Module | None = None,
     progress: Callable[[int, int | None], object] | None = None,
 ) -> Evaluation:
     """Measure how faithful methods are to a model on a data set, always beside random scores and the gradient.
@@ -70,6 +71,7 @@ def evaluate(
     part in correlations.
     blank: what removed text becomes ("unk" unless told), or removed patches (unless told "zero", and "blur" for
     insertion); `faithfulness.score` lists them. batch_size: cases in one forward pass.
+    shuffled: the model that "randomised-weights" compares with; None for one that forgot all that it learnt.
     output: a .parquet file to write. Until it is whole, finished examples stand in a file of that name and ".partial",
     and the same call after a kill goes on behind them. progress: called with the examples done, and in all if known.
 
@@ -82,7 +84,7 @@ def evaluate(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; it is {batch_size}")
     examples = map(opened, data)
-    beginning, first = _first(examples)
+    beginning, first = until_first(examples)
     plan = Plan(
         methods=tuple(dict.fromkeys((*methods, *ALWAYS, gradient))),
         metrics=_fitting(first) if metrics is None else tuple(metrics),
@@ -98,9 +100,11 @@ def evaluate(
         tokenizer=tokenizer,
     )
     _check(model, first, plan)
-    recipe = _recipe(model, plan)
-    needs = {METRICS[name].needs for name in plan.metrics}
-    shuffled = randomised(model, seed) if "randomised" in needs else None
+    recipe = _recipe(model, plan) | {"shuffled": None if shuffled is None else _weights_digest(shuffled)}
+    if all(METRICS[name].needs != "randomised" for name in plan.metrics):
+        shuffled = None
+    elif shuffled is None:
+        shuffled = randomised(model, seed)
     total = len(data) if isinstance(data, Sized) else None
     entries: list[Entry] = []
     with nullcontext() if output is None else journal.opened(_partial(Path(output))) as kept:
@@ -125,7 +129,7 @@ def evaluate(
     return evaluation
 
 
-def _first(examples: Iterator[Any]) -> tuple[list[Opened], tuple[Any, ...]]:
+def until_first(examples: Iterator[Any]) -> tuple[list[Opened], tuple[Any, ...]]:
     """The examples up to the first that could be opened, and that one; ValueError if there is none, or no tuple."""
     beginning: list[Opened] = []
     for example in examples:
