@@ -95,8 +95,7 @@ def capture(
         numbers = range(len(recording.calls))[chosen_layers]
         facts["kept"] = f"layers {numbers[0]} to {numbers[-1]} of {len(recording.calls)}"
     traces = [
-        Trace(layers, *names, output, facts, chosen and chosen.facts(index))
-        for index, (layers, names) in enumerate(parts)
+        Trace(own, *names, output, facts, chosen and chosen.facts(index)) for index, (own, names) in enumerate(parts)
     ]
     return traces[0] if len(traces) == 1 else traces
 

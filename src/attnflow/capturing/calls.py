@@ -88,7 +88,8 @@ class LeftOut:
     cross: bool = False
 
 
-Call: TypeAlias = FusedCall | WeightedSum | LeftOut
+Kept: TypeAlias = FusedCall | WeightedSum
+Call: TypeAlias = Kept | LeftOut
 
 
 def from_sdpa(

@@ -9,12 +9,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from attnflow.capturing.calls import Call, FusedCall, LeftOut, WeightedSum
+from attnflow.capturing.calls import Call, FusedCall, Kept, LeftOut, WeightedSum
 from attnflow.capturing.recorder import Recording
 from attnflow.layers import HIDDEN, AttentionCall, AttentionWeights, JointLayer, Layer, WeightsGradient
 
 Stream: TypeAlias = Literal["encoder", "decoder", "cross"]
-Kept: TypeAlias = FusedCall | WeightedSum
 
 # A weight on padding that is rounding, not attention.
 _NEGLIGIBLE = 1e-6

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnflow.capturing.calls import Call, LeftOut
-from attnflow.capturing.examples import Kept, call_layer, misfit, seen_keys
+from attnflow.capturing.calls import Kept, LeftOut
+from attnflow.capturing.examples import call_layer, misfit, seen_keys
 from attnflow.capturing.recorder import Recorder, Recording
 from attnflow.layers import Layer, MergingLayer, WindowLayer
 from attnflow.trace import Grid
@@ -100,8 +100,7 @@ class _Probe(Recorder):
         changed = self._changed.unsqueeze(1) if output.ndim == axes + 2 else self._changed
         return torch.where(changed, other, usual).to(output)
 
-    def _keep(self, call: Call, output: torch.Tensor) -> None:
-        assert not isinstance(call, LeftOut)
+    def _keep(self, call: Kept, output: torch.Tensor) -> None:
         assert call.v is not None
         self.values.append(call.v.float().cpu())
         super()._keep(call, output)

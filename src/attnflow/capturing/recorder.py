@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from attnflow.capturing.calls import Call, LeftOut, WeightedSum, from_multi_head, from_sdpa, given_weights
+from attnflow.capturing.calls import Call, Kept, LeftOut, WeightedSum, from_multi_head, from_sdpa, given_weights
 from attnflow.capturing.softmax import WeightsByHand
 from attnflow.memory import check_memory
 
@@ -120,11 +120,11 @@ class Recorder(TorchFunctionMode):
             self.recording.convolutions += 1
         return output
 
-    def _keep(self, call: Call, output: torch.Tensor) -> None:
+    def _keep(self, call: Kept, output: torch.Tensor) -> None:
         if isinstance(call, WeightedSum) and not self.recording.calls:
             self._check_room(call)
         if self._outputs is None:
-            self.recording.calls.append(call if isinstance(call, LeftOut) else replace(call, v=None))
+            self.recording.calls.append(replace(call, v=None))
         else:
             self.recording.calls.append(call)
             # Where no parameter takes part in gradients, the first call's output begins the graph.
