@@ -842,7 +842,11 @@ def test_pooling_is_left_out_with_its_layer():
 
 @pytest.mark.parametrize(
     ("layers", "message"),
-    [(7, "layers=7:8 names none of the 3 attention calls, 0 to 2"), (range(0, 3, 2), "next to each other")],
+    [
+        (7, "layers=7:8 names none of the 3 attention calls, 0 to 2"),
+        (range(0, 3, 2), "next to each other"),
+        ([0, 1], "next to each other"),
+    ],
 )
 def test_layers_that_are_not_there(layers, message):
     model, inputs, _ = FAMILIES["bert"]()
@@ -895,6 +899,8 @@ def test_attention_that_cannot_be_followed_is_pointed_at(way):
         ("pair", "'pair' outputs a tuple, and weights= wants a tensor.*give a function"),
         ("layers.*", r"weights for 'layers.0' that are negative or not finite: are they logits\?"),
         (lambda name, module, output: torch.ones(5, 5) if name == "pair" else None, r"shape \(5, 5\) for 'pair'"),
+        (lambda name, module, output: 3 if name == "pair" else None, "gave a int for 'pair'; expected a tensor"),
+        (3, "weights= takes a pattern of module names or a function; 3 was given"),
     ],
 )
 def test_weights_that_are_no_weights(weights, message):

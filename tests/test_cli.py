@@ -200,6 +200,12 @@ def nan_file(folder):
     return path
 
 
+def photograph(folder):
+    path = folder / "one.jpg"
+    Image.new("RGB", (8, 8)).save(path)
+    return str(path)
+
+
 def text_file(folder):
     path = folder / "notes.jpg"
     path.write_text("not an image")
@@ -233,6 +239,11 @@ ERRORS = {
     "folder": (["text", "Hi", "-o", "absent/a.png"], "the folder absent does not exist"),
     "device": (["text", "Hi", "--device", "abacus"], "abacus"),
     "unknown command": (["txet", "Hi"], "txet"),
+    "a photograph for texts": (
+        ["evaluate", photograph, "--model", "x"],
+        "for photographs give the folder that holds them",
+    ),
+    "nothing to write": (["text", "Hi", "--generate", "0"], "--generate takes a number of tokens from 1 on"),
 }
 
 

@@ -12,8 +12,8 @@ import attnflow
 from attnflow import capture
 from attnflow.cli import main
 from attnflow.show.wording import rows
-from families import IDS, TEXT
-from test_encoder_decoder import bart, t5
+from families import IDS, SMALL, TEXT, images
+from test_encoder_decoder import bart, t5, whisper
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LEFT_PADDED = torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
@@ -180,3 +180,53 @@ def test_a_model_without_a_trained_head_does_not_write(capsys):
     with pytest.raises(SystemExit, match="2"):
         main_of(["text", "Once", "--generate", "3"])
     assert "it was not trained to write: it has no weights for" in capsys.readouterr().err
+
+
+def whisper_model():
+    model, inputs = built(whisper, "sdpa")
+    with torch.no_grad():  # so that it does not repeat the token it began with
+        model.model.decoder.embed_positions.weight.mul_(100)
+    return model, inputs
+
+
+def without_mask():
+    model, _ = built(gpt2, "sdpa")
+    return model, {"input_ids": IDS.where(LEFT_PADDED == 1, 0)}
+
+
+def padded_on_the_right():
+    model, _ = built(gpt2, "sdpa")
+    return model, {"input_ids": IDS, "attention_mask": LEFT_PADDED.flip(1)}
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (whisper_model, "generate of WhisperForConditionalGeneration leaves out what its answers began with"),
+        (without_mask, "hold padding and no attention_mask: give the mask"),
+        (padded_on_the_right, "padded on the left.*padding_side"),
+    ],
+)
+def test_a_pass_that_would_not_be_what_generation_did_is_refused(case, message):
+    model, inputs = case()
+    with pytest.raises(ValueError, match=message):
+        capture(model, inputs, generate=3)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.5, "5", True])
+def test_a_number_of_tokens_that_is_none(number):
+    model, inputs = built(llama, "sdpa")
+    with pytest.raises(ValueError, match="generate= takes a number of tokens from 1 on, or a mapping"):
+        capture(model, inputs, generate=number)
+
+
+def test_pixels_alone_may_be_written_about():
+    torch.manual_seed(0)
+    encoder = hf.ViTConfig(**SMALL, image_size=32, patch_size=8)
+    decoder = hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, add_cross_attention=True, **ENDS)
+    config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model = hf.VisionEncoderDecoderModel(config=config).eval()
+    model.generation_config.decoder_start_token_id = 1
+    first, second = (capture(model, inputs, generate=4)[1] for inputs in (images(), {"pixel_values": images()}))
+    assert first.tokens == second.tokens
+    assert first.generated_from == first.decoder_start + 1

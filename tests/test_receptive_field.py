@@ -6,6 +6,7 @@ import torch
 
 import attnflow
 from attnflow import capture
+from attnflow.show.wording import caption, method_and_query
 from families import FAMILIES, IDS
 from test_encoder_decoder import build, t5
 
@@ -82,3 +83,9 @@ def test_flow_is_divided_by_the_flow_of_the_field():
     inside = field.scores > 0
     np.testing.assert_allclose(divided.scores[inside], plain.scores[inside] / field.scores[inside], rtol=1e-9)
     assert divided.recipe["checks"] == plain.recipe["checks"]
+
+
+def test_pictures_and_tables_say_what_scores_were_divided_by(minilm_trace):
+    divided = attnflow.rollout(minilm_trace, query=0, receptive_field=True)
+    assert method_and_query(divided) == "rollout, query [CLS] at 0, divided by the receptive field"
+    assert caption(divided).count("divided by the receptive field") == 1

@@ -11,6 +11,7 @@ import reference
 from attnflow import routes
 from attnflow.methods import flow
 from attnflow.routes import group_flow, min_cut, paths
+from attnflow.show.wording import method_and_query, rows
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-15}
 
@@ -159,3 +160,11 @@ def test_paths_of_random_graphs(kind):
         layers = [fuzz_flow.capacities(rng, kind, (12, 12)) for _ in range(5)]
         value = sum(edge.capacity for edge in min_cut(layers, 2, 3))
         fuzz_flow.check_paths(layers, 2, 3, value)
+
+
+def test_tables_show_what_groups_exchange(minilm_trace):
+    exchange = group_flow(minilm_trace, {"noun": [2], "rest": [4, 5]}, layer=-1)
+    scores, labels, name = rows(exchange)
+    np.testing.assert_array_equal(scores, exchange.every_layer[-1])
+    assert (labels, name) == (["noun", "rest"], "from")
+    assert method_and_query(exchange) == "group flow, between groups"

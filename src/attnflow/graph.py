@@ -99,7 +99,9 @@ def attention_graph(
     lowest = explained[0] if bottom is None else bottom
     sizes = {trace.layers[number].shape[1] for number in explained}
     if len(sizes) > 1:
-        raise ValueError(f"layer='all' needs as many queries in every layer; there are {sorted(sizes)}")
+        raise ValueError(
+            f"layer='all' needs as many queries in every layer; there are {sorted(sizes)}: explain one, such as -1"
+        )
     labels, tokens = _labels(trace, sizes.pop()), _labels(trace, trace.layers[lowest].shape[2])
     if query == GENERATED and trace.generated_from is not None:
         answers = tuple(range(trace.generated_from, len(labels)))

@@ -82,14 +82,16 @@ class AttentionCall:
         return weights if seen == count else torch.nn.functional.pad(weights, (0, count - seen))
 
     def evenly(self) -> AttentionCall:
-        """The same call if its queries attended evenly to all that they may attend to."""
+        """The same call, of one head, if its queries attended evenly to all that any head lets them attend to."""
         mask = self.mask
         if mask is not None and mask.dtype.is_floating_point:
             mask = mask > HIDDEN
+        if mask is not None:
+            mask = mask.any(0, keepdim=True)
         queries, keys = self.shape[1:]
-        q, k = self.q.new_zeros(1, queries, 1), self.k.new_zeros(1, keys, 1)
-        heads = 1 if mask is None else mask.shape[0]
-        return replace(self, q=q.expand(heads, -1, -1), k=k, mask=mask, gradient=None)
+        return replace(
+            self, q=self.q.new_zeros(1, queries, 1), k=self.k.new_zeros(1, keys, 1), mask=mask, gradient=None
+        )
 
 
 @dataclass(frozen=True, eq=False)

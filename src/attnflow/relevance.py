@@ -90,7 +90,9 @@ class Relevance:
         Where a place has none, the result is 0.
         """
         scores = np.divide(self.scores, field.scores, out=np.zeros_like(self.scores), where=field.scores > 0)
-        return replace(self, scores=scores, recipe={**self.recipe, "scaling": "divided by the receptive field"})
+        settings = {**self.recipe.get("settings", {}), "receptive_field": True}
+        recipe = {**self.recipe, "settings": settings, "scaling": "divided by the receptive field"}
+        return replace(self, scores=scores, recipe=recipe)
 
     def by_word(self) -> Relevance:
         """The same with the pieces of each word merged: scores are summed over them as tokens, averaged as queries.

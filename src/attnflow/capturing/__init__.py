@@ -106,15 +106,17 @@ def _slice(layers: int | range | slice | None) -> slice:
         return slice(None)
     if isinstance(layers, int):
         return slice(layers, layers + 1 or None)
-    if layers.step in (None, 1):
+    if isinstance(layers, range | slice) and layers.step in (None, 1):  # pyright: ignore[reportUnnecessaryIsInstance]
         return slice(layers.start, layers.stop)
     raise ValueError(f"layers must lie next to each other: one, or a range in steps of 1; {layers!r} was given")
 
 
 def _weights_of(weights: str | WeightsOf | None) -> WeightsOf | None:
     """The function that a pattern of names stands for."""
-    if not isinstance(weights, str):
+    if weights is None or callable(weights):
         return weights
+    if not isinstance(weights, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"weights= takes a pattern of module names or a function; {weights!r} was given")
 
     def named(name: str, module: torch.nn.Module, output: Any) -> torch.Tensor | None:
         if not fnmatch.fnmatchcase(name, weights):

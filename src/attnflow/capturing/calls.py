@@ -217,6 +217,8 @@ def given_weights(module: str, weights: torch.Tensor, batch: int) -> WeightedSum
 
     Raises ValueError for another shape, and for weights that are negative or not finite.
     """
+    if not isinstance(weights, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"weights= gave a {type(weights).__name__} for {module!r}; expected a tensor, or None")
     if weights.ndim not in (3, 4) or weights.shape[0] != batch:
         raise ValueError(
             f"weights= gave a tensor of shape {tuple(weights.shape)} for {module!r}; expected (batch, head, query, "

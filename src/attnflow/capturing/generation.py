@@ -23,7 +23,9 @@ def written(
     cache of keys or without, a causal model attends to the same keys with the same weights as in one pass over the
     whole, so that the pass is what generation did.
 
-    Raises ValueError for a model that cannot generate, for several answers to one prompt, or an empty one.
+    Raises ValueError for a model that cannot generate, for several answers to one prompt, or an empty one; and for
+    prompts that are padded on the right or without a mask, and answers without what began them (Whisper), since the
+    pass would not be what generation did.
     """
     if not callable(getattr(model, "generate", None)):
         raise ValueError(
@@ -33,8 +35,11 @@ def written(
     joint = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if ids is None and not joint:
         raise ValueError("generation needs input_ids: give a text with its tokenizer, or what the tokenizer returns")
-    given = dict(kwargs) if ids is None else {**kwargs, "input_ids": ids}
-    chosen = {"max_new_tokens": settings, "do_sample": False} if isinstance(settings, int) else dict(settings)
+    first = {getattr(model, "main_input_name", "input_ids"): args[0]} if args else {}
+    given = {**kwargs, **first} if ids is None else {**kwargs, "input_ids": ids}
+    chosen = _settings(settings)
+    if ids is not None:
+        _check_padding(model, ids, given.get("attention_mask"), joint=joint)
     with torch.no_grad():
         sequences: Any = model.generate(**given, **chosen)  # pyright: ignore[reportCallIssue]
     sequences = getattr(sequences, "sequences", sequences)
@@ -42,6 +47,8 @@ def written(
     if len(sequences) != batch:
         raise ValueError(f"generate gave {len(sequences)} answers to {batch} prompts; ask for one each")
     end = _end_ids(model, chosen)
+    if joint and "decoder_input_ids" not in given:
+        _check_beginning(model, sequences)
     return [_example(index, given, sequences[index], joint=joint, end=end) for index in range(batch)]
 
 
@@ -64,6 +71,35 @@ def _example(
     whole = torch.cat([started[0], answer])[None]
     encoder = {} if own is None else {"input_ids": own}
     return {**extra, **encoder, "decoder_input_ids": whole}, started.shape[1]
+
+
+def _settings(settings: int | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(settings, Mapping):
+        return dict(settings)
+    if isinstance(settings, bool) or not isinstance(settings, int) or settings < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"generate= takes a number of tokens from 1 on, or a mapping of what generate takes; {settings!r} was given"
+        )
+    return {"max_new_tokens": settings, "do_sample": False}
+
+
+def _check_padding(model: torch.nn.Module, ids: torch.Tensor, mask: Any, *, joint: bool) -> None:
+    pad = getattr(getattr(model, "generation_config", None), "pad_token_id", None)
+    if mask is None and len(ids) > 1 and bool((ids == pad).any()):
+        raise ValueError("the prompts hold padding and no attention_mask: give the mask that the tokenizer returns")
+    if not joint and isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()):
+        raise ValueError("prompts must be padded on the left to be written on: set tokenizer.padding_side = 'left'")
+
+
+def _check_beginning(model: torch.nn.Module, sequences: torch.Tensor) -> None:
+    """Refuse answers of an encoder-decoder without the token that its decoder begins with."""
+    config: Any = model.generation_config
+    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+    if start is not None and bool((sequences[:, 0] != start).any()):
+        raise ValueError(
+            f"the generate of {type(model).__name__} leaves out what its answers began with: call it yourself, and "
+            "capture with all that its decoder was given and wrote as decoder_input_ids"
+        )
 
 
 def _until_end(answer: torch.Tensor, end: set[int]) -> torch.Tensor:

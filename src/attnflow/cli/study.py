@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,7 +40,9 @@ class Common:
 
 
 def deliver(record: Record, common: Common) -> None:
-    """Write the record and the league table, and print what was found."""
+    """Write the record and the league table, and print what was found. A small study says that it is one."""
+    if common.small:
+        record = replace(record, settings={**record.settings, "small": True})
     path = record.save(common.output)
     if common.json:
         print_json(_json(path))

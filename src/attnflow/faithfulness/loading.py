@@ -29,7 +29,7 @@ def texts(path: Path) -> list[tuple[str, int | None]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}; give one with a text on each line")
     examples: list[tuple[str, int | None]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         text, tab, label = line.rpartition("\t")
         if tab and not label.strip().isdecimal():
             raise ValueError(f"{path}, line {number}: the label must be the index of a class; it is {label!r}")
@@ -104,6 +104,13 @@ def _class(name: str, names: Mapping[int, str]) -> int:
             f"index of a class{such}, or put photographs without a label into the folder above"
         )
     return classes[0]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8; for photographs give the folder that holds them") from error
 
 
 def text_classifier(name: str, device: str = "cpu") -> tuple[torch.nn.Module, Any]:

@@ -47,14 +47,20 @@ def decimals(scores: NDArray[np.float64]) -> int:
 
 
 def method_and_query(relevance: Relevance) -> str:
-    """The title of a picture: the method and whose query it explains."""
-    return f"{relevance.recipe.get('method', 'relevance')}, {query(relevance)}"
+    """The title of a picture: the method, whose query it explains, and what its scores were divided by."""
+    scaling = relevance.recipe.get("scaling")
+    title = f"{relevance.recipe.get('method', 'relevance')}, {query(relevance)}"
+    return f"{title}, {scaling}" if scaling else title
 
 
 def query(relevance: Relevance) -> str:
     """Which query the scores explain, by its label and position."""
     if written(relevance):
-        return f"{len(relevance.queries)} tokens written"
+        many = len(relevance.queries)
+        mean = "" if many == 1 or len(relevance.layers) == 1 else "mean over "
+        return f"{mean}{many} token{'' if many == 1 else 's'} written"
+    if "groups" in relevance.recipe.get("settings", {}):
+        return "between groups" if len(relevance.layers) == 1 else f"mean over {len(relevance.queries)} groups"
     if len(relevance.queries) == 1:
         return f"query {shortened(relevance.query_tokens[0])} at {relevance.queries[0]}"
     return f"mean over {len(relevance.queries)} queries"
@@ -68,10 +74,13 @@ def written(relevance: Relevance) -> bool:
 def rows(relevance: Relevance) -> tuple[NDArray[np.float64], list[str], str]:
     """What tables and maps set against the tokens: scores (row, token), the label of each row, and what rows are.
 
-    A row for each layer, the mean over its queries; of tokens that a model wrote, as one layer sees them, a row each.
+    A row for each layer, the mean over its queries; of one layer, tokens that a model wrote and groups have a row each.
     """
+    labels = [shortened(token) for token in relevance.query_tokens]
     if written(relevance) and len(relevance.layers) == 1:
-        return relevance.every_layer[0], [shortened(token) for token in relevance.query_tokens], "written"
+        return relevance.every_layer[0], labels, "written"
+    if "groups" in relevance.recipe.get("settings", {}) and len(relevance.layers) == 1:
+        return relevance.every_layer[0], labels, "from"
     return relevance.every_layer.mean(axis=1), [str(layer) for layer in relevance.layers], "layer"
 
 
@@ -95,8 +104,6 @@ def caption(relevance: Relevance) -> str:
         parts.append(f"head {settings['head']}")
     if settings.get("head_fusion") is not None:
         parts.append(f"{settings['head_fusion']} over heads" + (" below" if settings.get("head") is not None else ""))
-    if relevance.recipe.get("scaling"):
-        parts.append(str(relevance.recipe["scaling"]))
     if left_out := relevance.recipe.get("left_out"):
         parts.append(f"without {' and '.join(left_out['roles'])} tokens, which hold {left_out['share']:.0%}")
     return visible(", ".join(parts))
