@@ -35,3 +35,14 @@ def test_the_table_is_the_table_of_methods():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/studies/README.md"])
+def test_figures_of_studies_are_those_of_their_records(page):
+    """Every figure in the rows of the table of jobs stands, as it is, among the findings that the studies wrote."""
+    league = (ROOT / "docs/studies/league.md").read_text()
+    table = (ROOT / page).read_text().split("| job |")[1].split("\n\n")[0]
+    figures = re.findall(r"-?\.\d+", table)
+    assert len(figures) > 15
+    for figure in figures:
+        assert figure.replace(".", "0.") in league, figure

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,9 +60,3 @@ def test_the_league_in_the_docs_is_that_of_the_records_beside_it():
     records = [load(path) for path in sorted(STUDIES.glob("*.json"))]
     assert league(records) == (STUDIES / "league.md").read_text()
     assert all(one.settings["seed"] == 0 and one.versions and one.data for one in records)
-
-
-def test_a_small_study_is_marked(tmp_path):
-    small = record("one", RAW, RANDOM)
-    replace(small, settings={**small.settings, "small": True}).save(tmp_path)
-    assert "| one (small): agreement ↑ |" in (tmp_path / "league.md").read_text()

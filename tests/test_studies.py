@@ -24,7 +24,7 @@ def study(monkeypatch, capsys, tmp_path, data):
         monkeypatch.setattr("sys.argv", ["attnflow", "study", name, *map(str, arguments), *options])
         main()
         out = capsys.readouterr().out
-        record = load(tmp_path / f"{name}.json")
+        record = load(tmp_path / "small" / f"{name}.json")
         assert json.loads(out)["study"] == name
         assert str(data) not in out
         assert set(attnflow.METHODS) <= {one.method for one in record.standings}
@@ -79,7 +79,7 @@ def test_retinopathy(study, data, tmp_path):
     assert 0 < quality["disease AUC"] < 1
     assert (quality["photographs"], quality["with disease"]) == (60, 54)
     assert {one.task for one in record.standings} >= {"deletion-gap, from [CLS]", "insertion, from [CLS]"}
-    written = tmp_path / "retinopathy"
+    written = tmp_path / "small" / "retinopathy"
     sources = Sources()
     sources.feed((written / "index.html").read_text())
     assert len(sources.found) == 2 * (2 + len(attnflow.METHODS))
@@ -157,7 +157,7 @@ def test_pronouns(study, tmp_path):
     record = study("pronouns")
     assert record.settings["kind"] == "causal"
     assert [entry["text"] for entry in record.tables["figure 4"]] == [case.before for case in pronouns.FIGURE]
-    assert (tmp_path / "pronouns.png").stat().st_size > 10_000
+    assert (tmp_path / "small" / "pronouns.png").stat().st_size > 10_000
     rates = {one.method: one.mean for one in record.standings}
     assert 0 <= rates["position"] <= 1
 
@@ -172,10 +172,10 @@ def test_a_masked_model_is_asked_at_its_mask(study, tmp_path):
     config = transformers.BertConfig(
         vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )
-    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "small")
-    tokenizer.save_pretrained(tmp_path / "small")
-    record = study("pronouns", "--model", tmp_path / "small")
-    assert (record.settings["kind"], record.settings["model"]) == ("masked", "small")
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "masked-lm")
+    tokenizer.save_pretrained(tmp_path / "masked-lm")
+    record = study("pronouns", "--model", tmp_path / "masked-lm")
+    assert (record.settings["kind"], record.settings["model"]) == ("masked", "masked-lm")
     assert record.tables["figure 4"][0]["text"] == "The author talked to Sara about [MASK] book."
 
 

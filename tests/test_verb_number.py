@@ -127,9 +127,11 @@ def test_the_command_writes_everything(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["attnflow", *map(str, arguments)])
     cli.main()
     assert "blank-out correlation, last layer" in capsys.readouterr().out
-    assert {path.suffix for path in tmp_path.iterdir()} == {"", ".json", ".md", ".svg", ".png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "small"}  # no full study is overwritten
+    written = tmp_path / "small"
+    assert {path.suffix for path in written.iterdir()} == {".json", ".md", ".svg", ".png"}
     assert len(list(checkpoints.iterdir())) == 2
-    found = record.load(tmp_path / "verb-number.json")
+    found = record.load(written / "verb-number.json")
     assert found.data["numpred.val.gz"]
     for by_side in found.tables["correlations"].values():
         for side, by_reference in by_side.items():
@@ -139,7 +141,7 @@ def test_the_command_writes_everything(data, tmp_path, monkeypatch, capsys):
                 assert side == "CLS inside" or first["raw"] == first["rollout"]
                 assert all(len(numbers[name]["mean"]) == 6 for name in METHODS)
                 assert -1 <= numbers[COLUMN_SUM]["mean"][0] <= 1
-    assert all(sentence in (tmp_path / "verb-number.md").read_text() for sentence in found.words)
+    assert all(sentence in (written / "verb-number.md").read_text() for sentence in found.words)
 
 
 def test_without_data_it_says_where_they_are_published(tmp_path, monkeypatch, capsys):

@@ -114,7 +114,7 @@ class Transition:
 
 
 def _mean(attention: torch.Tensor) -> torch.Tensor:
-    """The mean over heads in float64, head by head: five times as fast as a reduction that converts as it goes."""
+    """The mean over heads in float64, head by head, which is faster than a reduction that converts as it goes."""
     first, *others = attention.unbind()
     total = first.to(_double(first), copy=True)
     for head in others:

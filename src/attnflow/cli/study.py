@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +28,8 @@ class Common:
     output: Annotated[Path, Parameter(name=["--output", "-o"])] = Path("studies")
     """The folder for the study's JSON, its pictures and the league table."""
     small: Annotated[bool, Parameter(negative=())] = False
-    """Few examples and little training: minutes instead of an hour, to see that it works."""
+    """Few examples and little training: minutes instead of an hour, to see that it works; into the folder small of
+    --output."""
     seed: int = 0
     """Of the sample, the random scores, the training and the intervals."""
     json: Annotated[bool, Parameter(negative=())] = False
@@ -38,16 +39,21 @@ class Common:
     debug: Annotated[bool, Parameter(negative=())] = False
     """Show the traceback of an error."""
 
+    @property
+    def folder(self) -> Path:
+        """Where all is written: a small study never takes the place of a full one."""
+        return self.output / "small" if self.small else self.output
+
 
 def deliver(record: Record, common: Common) -> None:
-    """Write the record and the league table, and print what was found. A small study says that it is one."""
-    if common.small:
-        record = replace(record, settings={**record.settings, "small": True})
-    path = record.save(common.output)
+    """Write the record and the league table, and print what was found; say which methods could not be had."""
+    path = record.save(common.folder)
     if common.json:
         print_json(_json(path))
     else:
         _print(record)
+    for method, error in record.tables.get("failed", {}).items():
+        note(f"left out {method}: {error}", quiet=common.quiet)
     note(f"wrote {path} and the league table beside it", quiet=common.quiet)
 
 
@@ -118,7 +124,7 @@ def retinopathy(
         from attnflow.studies import retinopathy
 
         quieten_transformers()
-    place = page or common.output / "retinopathy"
+    place = page or common.folder / "retinopathy"
     with progress("photographs", quiet=common.quiet) as called:
         record = retinopathy.study(
             folder,
@@ -150,8 +156,8 @@ def pronouns(*, model: str | None = None, common: Common = Common()) -> None:
         from attnflow.studies import pronouns
 
         quieten_transformers()
-        common.output.mkdir(parents=True, exist_ok=True)
-    picture = common.output / "pronouns.png"
+        common.folder.mkdir(parents=True, exist_ok=True)
+    picture = common.folder / "pronouns.png"
     with progress("sentences", quiet=common.quiet) as called:
         record = pronouns.study(
             common.data, picture=picture, model=model, small=common.small, seed=common.seed, progress=called
@@ -208,9 +214,9 @@ def verb_number(*, checkpoints: Path | None = None, common: Common = Common()) -
             small=common.small,
             seed=common.seed,
             checkpoints=checkpoints,
-            pictures=common.output,
+            pictures=common.folder,
             progress=progress,
         )
     deliver(record, common)
     report = verb_report.markdown(record)
-    write_whole(common.output / f"{record.study}.md", lambda file: file.write(report.encode()))
+    write_whole(common.folder / f"{record.study}.md", lambda file: file.write(report.encode()))

@@ -123,7 +123,6 @@ def league(records: Iterable[Record]) -> str:
         (record.study, task) for record in everything for task in dict.fromkeys(s.task for s in record.standings)
     ]
     cells = {(record.study, one.task, one.method): one for record in everything for one in record.standings}
-    small = {record.study: " (small)" if record.settings.get("small") else "" for record in everything}
     methods = list(dict.fromkeys(one.method for record in everything for one in record.standings))
     lines = ["# League table", "", "Written by `attnflow study`: means with their 95 % bootstrap intervals.", ""]
     lines += ["| study and task | " + " | ".join(methods) + " |", "| --- |" + " --- |" * len(methods)]
@@ -132,7 +131,7 @@ def league(records: Iterable[Record]) -> str:
         best = _best([one for one in row if one is not None])
         arrow = next("↑" if one.direction == "up" else "↓" for one in row if one is not None)
         shown = ["" if one is None else _cell(one, best=one.method == best) for one in row]
-        lines.append(f"| {study}{small[study]}: {task} {arrow} | " + " | ".join(shown) + " |")
+        lines.append(f"| {study}: {task} {arrow} | " + " | ".join(shown) + " |")
     for record in everything:
         lines += ["", f"## {record.study}", "", *(f"- {sentence}" for sentence in record.words)]
     return "\n".join(lines) + "\n"

@@ -138,7 +138,9 @@ def study(
     saturated: list[Sequence[float]] = []
     correct, sum_of_norm = 0, 0.0
     for number, (text, label) in enumerate(examples):
-        sentence = _sentence(loaded, tokenizer, text, label or 0, seed, failed)
+        if label is None:
+            raise ValueError(f"{file}: sentence {number + 1} has no label behind a tab")
+        sentence = _sentence(loaded, tokenizer, text, label, seed, failed)
         correct += sentence.correct
         sum_of_norm = max(sum_of_norm, sentence.sum_of_norm)
         saturated.append(sentence.saturated)
