@@ -29,6 +29,10 @@ _CHANGED = 1e-4
 Patches: TypeAlias = tuple[int, int]
 
 
+class Unplaceable(Exception):
+    """What stands in the way of placing tokens on patches; `place` says it beside the calls of the model."""
+
+
 @dataclass(frozen=True, eq=False)
 class Placed:
     """One example's layers over its positions: first those that hold no patch (text, [CLS]), then patches in order.
@@ -65,20 +69,20 @@ def place(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     assert recording.patches is not None
     try:
         if recording.patches[0] % recording.batch:
-            raise LookupError(f"the last convolution is over {recording.patches[0]}, of {recording.batch} examples")
+            raise Unplaceable(f"the last convolution is over {recording.patches[0]}, of {recording.batch} examples")
         calls = _kept_calls(recording)
         held = _ask(model, args, kwargs, recording)
         if len(held) != len(calls):
-            raise LookupError(f"{len(calls)} calls were recorded, and {len(held)} seen when the model ran again")
+            raise Unplaceable(f"{len(calls)} calls were recorded, and {len(held)} seen when the model ran again")
         return [_example(recording, calls, held, index) for index in range(recording.batch)]
-    except LookupError as error:
+    except Unplaceable as error:
         raise misfit(model, recording.calls, f"they cannot be placed on the image's patches: {error}") from None
 
 
 def _kept_calls(recording: Recording) -> list[Kept]:
     calls = [call for call in recording.calls if not isinstance(call, LeftOut)]
     if len(calls) < len(recording.calls):
-        raise LookupError("that takes every layer, so leave layers= out")
+        raise Unplaceable("that takes every layer, so leave layers= out")
     return calls
 
 
@@ -135,7 +139,7 @@ def _ask(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         ones, zeros = (holding((numbers >> bit) & 1 == value) for value in (1, 0))
         for call, one, zero in zip(held, ones, zeros, strict=True):
             if (call.some & ~one & ~zero).any():
-                raise LookupError("some tokens are changed by all patches together, and by no half of them")
+                raise Unplaceable("some tokens are changed by all patches together, and by no half of them")
             call.patches[:] |= (one & ~zero).astype(np.int64) << bit
             call.both[:] |= (one & zero).astype(np.int64) << bit
     return held
@@ -160,7 +164,7 @@ def _place_of(number: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _example(recording: Recording, calls: Sequence[Kept], held: Sequence[_Held], index: int) -> Placed:
-    """The layers of one example; LookupError says what stands in the way."""
+    """The layers of one example; Unplaceable says what stands in the way."""
     assert recording.patches is not None
     per = recording.patches[0] // recording.batch  # frames of one example that were convolved one by one
     windows = [_windows_of(call, recording.patches, range(index * per, (index + 1) * per)) for call in held]
@@ -172,7 +176,7 @@ def _example(recording: Recording, calls: Sequence[Kept], held: Sequence[_Held],
     for call, holds, own in zip(calls, held, windows, strict=True):
         seen = np.broadcast_to(seen_keys(call).numpy(), holds.some.shape)
         if (seen & ~holds.some)[own, _before(holds, own) :].any():
-            raise LookupError(f"{call.module} attends to tokens behind its patches that hold none: padding, or text")
+            raise Unplaceable(f"{call.module} attends to tokens behind its patches that hold none: padding, or text")
         tokens = [
             (window, token, (int(holds.patches[window, token]), int(holds.both[window, token])))
             for window in own
@@ -181,16 +185,16 @@ def _example(recording: Recording, calls: Sequence[Kept], held: Sequence[_Held],
         now = sorted({patches for _, _, patches in tokens})
         if not level:
             if any(both for _, both in now):
-                raise LookupError("the first layer's tokens hold several patches each, or are channels")
+                raise Unplaceable("the first layer's tokens hold several patches each, or are channels")
             first = now
         elif now != level:
             layers.append(_merging(level, now, before, call.module))
         if len(now) < len(tokens):
-            raise LookupError(f"{call.module} has the same patch in several windows")
+            raise Unplaceable(f"{call.module} has the same patch in several windows")
         level = now
         rank = {patches: before + number for number, patches in enumerate(now)}
         if call.extent[1] != call.extent[2]:
-            raise LookupError(f"the queries of {call.module} are not its keys")
+            raise Unplaceable(f"the queries of {call.module} are not its keys")
         places = {(window, token): rank[patches] for window, token, patches in tokens}
         layers.append(_layer(call, holds, own, places, kept, before + len(now)))
     indices = [_place_of(number, recording.patches) for number, _ in first]
@@ -207,7 +211,7 @@ def _windows_of(holds: _Held, shape: Sequence[int], wanted: range) -> list[int]:
         of = {int(number) >> below in wanted for number in holds.patches[window][some]}
         mixed = any(int(both) >> below for both in holds.both[window][some])
         if len(of) > 1 or mixed:
-            raise LookupError("examples are mixed")
+            raise Unplaceable("examples are mixed")
         if of == {True}:
             windows.append(window)
     return windows
@@ -224,7 +228,7 @@ def _kept_before(calls: Sequence[Kept], held: Sequence[_Held], windows: Sequence
     kept = torch.zeros(max(counts), dtype=torch.bool)
     for call, holds, own, count in zip(calls, held, windows, counts, strict=True):
         if count not in (0, len(kept)):
-            raise LookupError(f"{call.module} has {count} tokens without a patch, where another has {len(kept)}")
+            raise Unplaceable(f"{call.module} has {count} tokens without a patch, where another has {len(kept)}")
         seen = seen_keys(call).expand(holds.some.shape)
         kept[:count] |= seen[own, :count].any(0)
     return kept
@@ -260,9 +264,9 @@ def _merging(below: list[Patches], above: list[Patches], before: int, module: st
     for number, (patches, both) in enumerate(below):
         found = [(patches & ~kind, kind) for kind in kinds if (patches & ~kind, kind) in parts and not both & ~kind]
         if len(found) != 1:
-            raise LookupError(f"before {module} patches overlap, or are left out")
+            raise Unplaceable(f"before {module} patches overlap, or are left out")
         parts[found[0]].append(before + number)
     if not all(parts.values()):
-        raise LookupError(f"before {module} tokens appear that hold no patches of the layer below")
+        raise Unplaceable(f"before {module} tokens appear that hold no patches of the layer below")
     merged = tuple((number,) for number in range(before)) + tuple(map(tuple, parts.values()))
     return MergingLayer(f"merging before {module}", merged, before + len(below))
