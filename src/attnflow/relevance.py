@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 PICTURES = (".png", ".svg", ".pdf")
 DATA = (".npz", ".json")
 _FORMAT = "attnflow-relevance-1"
+_CONTINUES = re.compile(r"^##(?!#|$)")  # WordPiece's mark of a piece that continues a word
+_BYTES = re.compile(r"(?:\\x[89a-f][0-9a-f])+")  # bytes of characters that were split among tokens
 
 
 class Scored(NamedTuple):
@@ -95,10 +98,10 @@ class Relevance:
         return replace(self, scores=scores, recipe=recipe)
 
     def by_word(self) -> Relevance:
-        """The same with the pieces of each word merged: scores are summed over them as tokens, averaged as queries.
+        r"""The same with the pieces of each word merged: scores are summed over them as tokens, averaged as queries.
 
-        Labels are joined without the mark of WordPiece ("##"). Raises ValueError where the words are not known: merge
-        them before leaving roles out.
+        Labels are joined without the mark of WordPiece ("##"), and their bytes (\xd0) read as characters. Raises
+        ValueError where the words are not known: merge them before leaving roles out.
         """
         if self.words is None:
             raise ValueError("these scores do not know which tokens are pieces of a word: capture with a tokenizer")
@@ -109,8 +112,7 @@ class Relevance:
         rows = [scores[..., [i for i, word in enumerate(of_query) if word == one], :].mean(-2) for one in words]
         place = {self.words[start]: number for number, start in enumerate(starts)}
         pieces = np.split(np.array(self.tokens, dtype=object), starts[1:])
-        joined = ("".join([group[0], *(piece.removeprefix("##") for piece in group[1:])]) for group in pieces)
-        labels = [label.lstrip("␣") or label for label in joined]
+        labels = [_joined(list(group)) for group in pieces]
         return replace(
             self,
             scores=np.stack(rows, axis=-2),
@@ -219,6 +221,17 @@ class Relevance:
             raise
         except Exception as error:
             raise ValueError(f"{path} does not hold a relevance that attnflow saved ({error})") from error
+
+
+def _joined(pieces: list[str]) -> str:
+    """The label of a word made of the labels of its pieces."""
+    label = pieces[0] + "".join(_CONTINUES.sub("", piece) for piece in pieces[1:])
+    text = _BYTES.sub(_read, label)
+    return text.lstrip("␣").strip() or text
+
+
+def _read(run: re.Match[str]) -> str:
+    return bytes.fromhex(run[0].replace("\\x", "")).decode("utf-8", "backslashreplace")
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> Path:

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from attnflow.capturing import demo
+from attnflow.capturing import demo, words
 from attnflow.trace import Role
 
-# How byte-level (a space, a line break) and sentence-piece tokenizers mark the start of a word.
-_WORD_STARTS = ("Ġ", "Ċ", "▁")
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 
 
@@ -104,38 +102,14 @@ def check_length(count: int, model: torch.nn.Module, tokenizer: Any) -> None:
 def labels(ids: list[int], tokenizer: Any) -> tuple[list[str], list[Role], list[int] | None]:
     """Readable tokens, their roles, and the word that each belongs to; without a tokenizer the ids themselves.
 
-    Tokens that stand for content ([MASK], an unknown word) are text, all other special tokens are special. Byte-level
-    tokens are shown as the text they stand for, where that is whole characters.
+    Tokens that stand for content ([MASK], an unknown word) are text, all other special tokens are special. Tokens and
+    words as `words.read` has them: the text that stands for them, and its words.
     """
     if tokenizer is None:
         return [str(i) for i in ids], ["text" for _ in ids], None
     frame = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.cls_token_id}
     content = {tokenizer.mask_token_id, tokenizer.unk_token_id} - frame
     special = set(tokenizer.all_special_ids) - content
-    pieces = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
     roles: list[Role] = ["special" if i in special else "text" for i in ids]
-    return [_readable(piece, tokenizer) for piece in pieces], roles, _words(pieces, roles)
-
-
-def _readable(piece: str, tokenizer: Any) -> str:
-    if not piece.startswith(_WORD_STARTS) and piece.isascii():
-        return piece
-    text = tokenizer.convert_tokens_to_string([piece])
-    if not text.strip():
-        return text.replace(" ", "␣").replace("\n", "⏎") or "␣"
-    return piece if "\ufffd" in text else text.strip()
-
-
-def _words(pieces: list[str], roles: list[Role]) -> list[int]:
-    """The number of the word of each piece, by the marks that tokenizers leave.
-
-    WordPiece marks what continues a word ("##"). Byte-level and sentence-piece tokens mark what starts one, and there
-    letters or digits continue the letters or digits before them; punctuation stands alone.
-    """
-    starts_marked = any(piece.startswith(_WORD_STARTS) for piece in pieces)
-    words: list[int] = []
-    for number, (piece, role) in enumerate(zip(pieces, roles, strict=True)):
-        before = pieces[number - 1] if number and roles[number - 1] == role == "text" else ""
-        joined = starts_marked and before[-1:].isalnum() and piece[:1].isalnum() and not piece.startswith(_WORD_STARTS)
-        words.append(words[-1] if words and before and (piece.startswith("##") or joined) else len(set(words)))
-    return words
+    tokens, numbers = words.read(ids, roles, tokenizer)
+    return tokens, roles, numbers
