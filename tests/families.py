@@ -585,7 +585,7 @@ WITH_GRADIENTS = [
 def coverage() -> str:
     """docs/coverage.md: what capture is proved on, family by family."""
     from attnflow import capture
-    from attnflow.layers import AttentionWeights, MergingLayer, WindowLayer
+    from attnflow.layers import AttentionWeights, MergingLayer, PlacedLayer
 
     rows = []
     for name, family in FAMILIES.items():
@@ -594,7 +594,7 @@ def coverage() -> str:
         modules = dict(model.named_modules())
         ways = dict.fromkeys(
             "softmax by hand"
-            if isinstance(layer, AttentionWeights) or isinstance(getattr(layer, "windows", [None])[0], AttentionWeights)
+            if isinstance(layer.parts[0].layer if isinstance(layer, PlacedLayer) else layer, AttentionWeights)
             else "nn.MultiheadAttention"
             if isinstance(modules[layer.name], torch.nn.MultiheadAttention)
             else "fused kernel"
@@ -605,7 +605,7 @@ def coverage() -> str:
         positions = f"{' x '.join(map(str, trace.grid))} patches" if trace.grid else "tokens"
         if "image" in trace.groups:
             positions = f"tokens, {positions}"
-        elif any(isinstance(layer, WindowLayer) for layer in trace.layers):
+        elif any(isinstance(layer, PlacedLayer) for layer in trace.layers):
             positions = f"{positions}, in windows"
         prefix = " ".join(token for token, role in zip(trace.tokens, trace.roles, strict=True) if role == "prefix")
         causal = "causal" if all(layer.causal for layer in trace.layers) else ""

@@ -107,7 +107,7 @@ def test_three_streams_equal_the_models_own(family):
         assert (trace.decoder_start, len(trace.tokens)) == (keys, keys + 5)
         assert len(trace.layers) == len(expected) == 7
         for layer, own in zip(trace.layers, expected, strict=True):
-            torch.testing.assert_close(layer.layer.attention(), own[example], atol=1e-5, rtol=0)
+            torch.testing.assert_close(layer.parts[0].layer.attention(), own[example], atol=1e-5, rtol=0)
         assert trace.readout == len(trace.tokens) - 1
 
 
@@ -167,7 +167,7 @@ def test_plain_torch_transformers(batch_first, whole):
         model = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(32, 4, **settings), 2)
     inputs = (source, target) if whole else (target, source)
     traces = capture(model.eval(), tuple(x if batch_first else x.transpose(0, 1) for x in inputs))
-    places = [(layer.queries_at, layer.keys_at) for layer in traces[0].layers]
+    places = [(part.queries[0], part.keys[0]) for layer in traces[0].layers for part in layer.parts]
     assert places == [(0, 0)] * 2 * whole + [(6, 6), (6, 0)] * 2
     assert attnflow.rollout(traces[0], query=-1).scores[0, :6].sum() > 0.4
 

@@ -59,7 +59,7 @@ def test_each_row_is_what_the_model_attended_to_when_it_wrote_the_token(family, 
         start, shift = trace.generated_from, trace.decoder_start or 0
         written = own.sequences[example, start - shift if joint else IDS.shape[1] :].tolist()
         assert list(trace.tokens[start:]) == [str(token) for token in written]
-        layers = [layer.layer if joint else layer for layer in trace.layers]
+        layers = [layer.parts[0].layer if joint else layer for layer in trace.layers]
         if joint:
             layers = [layer for layer in layers if "decoder" in layer.name and layer.shape[1] == layer.shape[2]]
         steps = own.decoder_attentions if joint else own.attentions

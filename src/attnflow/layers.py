@@ -133,100 +133,67 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class JointLayer:
-    """A layer of an encoder-decoder in the joint graph of both streams: encoder positions first, then the decoder's.
-
-    The positions that the layer does not concern are passed on as they are (each attends to itself alone), so that a
-    product of joint layers, or a flow through them, is the one through encoder, cross-attention and decoder.
-
-    layer: attention from positions starting at `queries_at` to positions starting at `keys_at`, of `size` in all.
-    """
+class Part:
+    """One call of a `PlacedLayer`: the positions of its queries and of its keys, in their order."""
 
     layer: AttentionCall | AttentionWeights
-    queries_at: int
-    keys_at: int
-    size: int
-
-    @property
-    def name(self) -> str:
-        """The module's name."""
-        return self.layer.name
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(head, query, key)."""
-        return self.layer.shape[0], self.size, self.size
-
-    causal: ClassVar[bool] = False
-    pools: ClassVar[bool] = False
-
-    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
-        """The weights (head, query, key) of some queries; those outside the layer attend to themselves."""
-        heads, inside, keys = self.layer.shape
-        wanted = list(range(self.size))[queries] if isinstance(queries, slice) else queries
-        own = [
-            (row, query - self.queries_at) for row, query in enumerate(wanted) if 0 <= query - self.queries_at < inside
-        ]
-        attention = self.layer.attention([query for _, query in own])
-        joint = attention.new_zeros(heads, len(wanted), self.size)
-        joint[:, range(len(wanted)), wanted] = 1
-        rows = [row for row, _ in own]
-        joint[:, rows] = 0
-        joint[:, rows, self.keys_at : self.keys_at + keys] = attention
-        return joint
-
-    def evenly(self) -> JointLayer:
-        """The same if the positions that the layer concerns attended evenly."""
-        return replace(self, layer=self.layer.evenly())
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class WindowLayer:
-    """A layer whose queries attend within windows, or within frames, of a larger input.
+class PlacedLayer:
+    """A layer of calls that each concern some positions of a larger graph.
 
-    A position that stands in no window is passed on as it is (it attends to itself alone). One that stands in several,
-    such as a [CLS] that is copied into every frame, attends to the mean of what its copies attend to, as models average
-    what the copies become (TimeSformer).
+    So stand the streams of an encoder-decoder in one joint graph, the windows of an image, the frames of a video, and
+    calls that join two streams both ways at once. A position that is the query of no part is passed on as it is (it
+    attends to itself alone), so that a product of such layers, or a flow through them, is the one through all streams.
+    A position that is the query of several parts, such as a [CLS] that is copied into every frame, attends to the mean
+    of what its copies attend to, as models average what the copies become (TimeSformer).
 
-    windows: attention within each; places: for each the positions of its tokens, in their order. size: of all.
+    parts: calls with as many heads each. size: of all positions.
     """
 
-    windows: tuple[AttentionCall | AttentionWeights, ...]
-    places: tuple[tuple[int, ...], ...]
+    parts: tuple[Part, ...]
     size: int
 
     @property
     def name(self) -> str:
         """The module's name."""
-        return self.windows[0].name
+        return self.parts[0].layer.name
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(head, query, key)."""
-        return self.windows[0].shape[0], self.size, self.size
+        return self.parts[0].layer.shape[0], self.size, self.size
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether some positions attend to themselves alone, since the layer leaves them out."""
+        return len(set().union(*(part.queries for part in self.parts))) < self.size
 
     causal: ClassVar[bool] = False
     pools: ClassVar[bool] = False
 
     def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
-        """The weights (head, query, key) of some queries; those outside all windows attend to themselves."""
+        """The weights (head, query, key) of some queries; those outside all parts attend to themselves."""
         wanted = list(range(self.size))[queries] if isinstance(queries, slice) else queries
-        placed = self.windows[0].attention([]).new_zeros(self.shape[0], len(wanted), self.size)
+        placed = self.parts[0].layer.attention([]).new_zeros(self.shape[0], len(wanted), self.size)
         copies = placed.new_zeros(len(wanted))
-        for window, places in zip(self.windows, self.places, strict=True):
-            own = {position: token for token, position in enumerate(places)}
+        for part in self.parts:
+            own = {position: token for token, position in enumerate(part.queries)}
             rows = [row for row, query in enumerate(wanted) if query in own]
             if rows:
-                attention = window.attention([own[wanted[row]] for row in rows])
-                placed[:, [[row] for row in rows], list(places)] += attention
+                attention = part.layer.attention([own[wanted[row]] for row in rows])
+                placed[:, [[row] for row in rows], list(part.keys)] += attention
                 copies[rows] += 1
         outside = (copies == 0).nonzero().flatten().tolist()
         placed[:, outside, [wanted[row] for row in outside]] = 1
-        return placed / copies.clamp(min=1)[:, None]
+        return placed if int(copies.max() if len(wanted) else 0) < 2 else placed / copies.clamp(min=1)[:, None]
 
-    def evenly(self) -> WindowLayer:
-        """The same if the queries of every window attended evenly."""
-        return replace(self, windows=tuple(window.evenly() for window in self.windows))
+    def evenly(self) -> PlacedLayer:
+        """The same if the queries of every part attended evenly."""
+        return replace(self, parts=tuple(replace(part, layer=part.layer.evenly()) for part in self.parts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,4 +232,4 @@ class MergingLayer:
         return self
 
 
-Layer: TypeAlias = AttentionCall | AttentionWeights | JointLayer | WindowLayer | MergingLayer
+Layer: TypeAlias = AttentionCall | AttentionWeights | PlacedLayer | MergingLayer

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from attnflow.graph import AttentionGraph, LayerChoice, attention_graph
-from attnflow.layers import JointLayer, Layer, WindowLayer
+from attnflow.layers import PlacedLayer
 from attnflow.mixing import ROW_SUM_TOLERANCE, HeadFusion, Transition
 from attnflow.propagate import flow as _flow
 from attnflow.propagate import rollout as _rollout
@@ -262,19 +262,14 @@ def capacities(graph: AttentionGraph) -> tuple[list[Any], list[Any]]:
     below = graph.below(graph.explained[-1])
     tops = [graph.top(number) for number in graph.explained]
     highest = max(float(top.sum(-1).max()) for top in tops)
-    if highest > 1 + ROW_SUM_TOLERANCE and any(_passes_on(one.layer) for one in below):
+    if highest > 1 + ROW_SUM_TOLERANCE and any(
+        isinstance(one.layer, PlacedLayer) and one.layer.passes_on for one in below
+    ):
         raise ValueError(
             f"a row of the explained layer sums to {highest:.4g}, more than the 1 that positions left out of a "
             "layer pass on; use a residual, or head_fusion='mean'"
         )
     return tops, [transition.matrix() for transition in below]
-
-
-def _passes_on(layer: Layer) -> bool:
-    """Whether some positions attend to themselves alone, since the layer leaves them out."""
-    if isinstance(layer, WindowLayer):
-        return len(set().union(*layer.places)) < layer.size
-    return isinstance(layer, JointLayer)
 
 
 def relevance_of(method: str, graph: AttentionGraph, rows: Sequence[Any]) -> Relevance:

@@ -47,6 +47,7 @@ class Trace:
     words: the number of the word that each position belongs to, for text whose tokens are pieces of words; or None.
     decoder_start: where the decoder's positions begin, if there are an encoder and a decoder in one joint graph.
     generated_from: where what the model wrote itself begins; what stands before is what it was given.
+    reads: the positions of the last layer that a pooled output (a row per example) is computed from, where known.
     output: what the model returned, for the whole batch. model: facts for the recipe (class, versions).
     target: what gradients are of, and its score, if there are any.
 
@@ -63,6 +64,7 @@ class Trace:
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     target: Mapping[str, Any] | None = None
     generated_from: int | None = None
+    reads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -95,14 +97,17 @@ class Trace:
     def readout(self) -> int | str | None:
         """The query whose output is explained unless another is asked for.
 
-        Where the model wrote tokens itself, the rows that wrote them ("generated"). Else the first probe of a model
-        that pools by attention; the last position of a decoder, or where every layer is causal; the first where it is a
-        special or prefix token ([CLS]); None where none of these holds, as in models that average their outputs.
+        Where the model wrote tokens itself, the rows that wrote them ("generated"). Else what a pooled output is read
+        from, where that is known: one position, or None for the mean over several (`reads`). Else the first probe of a
+        model that pools by attention; the last position of a decoder, or where every layer is causal; the first where
+        it is a special or prefix token ([CLS]); None where none of these holds.
         """
         if self.generated_from is not None:
             return GENERATED
         if self.layers[-1].pools:
             return 0
+        if self.reads is not None:
+            return self.reads[0] if len(self.reads) == 1 else None
         if self.decoder_start is not None or all(layer.causal for layer in self.layers):
             return len(self.tokens) - 1
         return 0 if self.roles[0] in ("special", "prefix") else None

@@ -5,15 +5,18 @@ from __future__ import annotations
 import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from attnflow.capturing import examples, generation, huggingface, placing, vision
+from attnflow.capturing import examples, generation, huggingface, structure
+from attnflow.capturing.naming import Labelled, Names
 from attnflow.capturing.recorder import Recording, WeightsOf, record
+from attnflow.capturing.structure import Mixers, Structure
 from attnflow.capturing.target import Chosen, Target
-from attnflow.trace import Grid, Role, Trace
+from attnflow.layers import Layer
+from attnflow.trace import Trace
 
 
 def capture(
@@ -26,6 +29,8 @@ def capture(
     layers: int | range | slice | None = None,
     weights: str | WeightsOf | None = None,
     generate: int | Mapping[str, Any] | None = None,
+    prove: bool = True,
+    mixers: Mixers = "refuse",
 ) -> Trace | list[Trace]:
     """Run a model once and keep what it attended to: one trace per example, its padding removed.
 
@@ -72,32 +77,48 @@ def capture(
     args, kwargs = _arguments(inputs)
     if generate is not None:
         written = generation.written(model, args, kwargs, generate)
-        how: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "target": target}
-        how |= {"layers": layers, "weights": weights}
-        answers = [_answer(capture(model, one, **how), start) for one, start in written]
+        same: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "target": target, "layers": layers}
+        same |= {"weights": weights, "prove": prove, "mixers": mixers}
+        answers = [_answer(capture(model, one, **same), start) for one, start in written]
         return answers[0] if len(answers) == 1 else answers
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
         huggingface.check_length(ids.shape[1], model, tokenizer)
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
-    chosen_layers, weights_of = _slice(layers), _weights_of(weights)
-    recording, output = record(model, args, kwargs, chosen, layers=chosen_layers, weights_of=weights_of)
-    stack = examples.stack(recording, model, kwargs.get("attention_mask"), kwargs.get("decoder_attention_mask"))
-    grid = cast("Grid | None", recording.patches and recording.patches[1:])
-    labels = _Labels(model, tokenizer, ids, kwargs.get("decoder_input_ids"), grid, tokens)
-    if stack is None or _is_in_another_order(stack, recording, ids):
-        placed = placing.place(model, args, kwargs, recording)
-        parts = [(one.layers, labels.of_placed(index, one)) for index, one in enumerate(placed)]
-    else:
-        parts = [(stack.example(index), labels.of(index, stack)) for index in range(len(stack.encoder))]
-    facts = _model_facts(model)
+    how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights)}
+    asks = prove and weights is None
+    compared = asks and not structure.known(model, args, kwargs)
+    recording, output = record(model, args, kwargs, chosen, compared=compared, **how)
+    found = structure.recall(model, args, kwargs, recording) if asks and not compared else None
+    if found is None:
+        if asks and not compared:  # another structure on inputs of the same shapes
+            recording, output = record(model, args, kwargs, chosen, compared=True, **how)
+        found = structure.find(model, args, kwargs, recording, kwargs, asks=asks, mixers=mixers)
+    facts = _model_facts(model) | {"proofs": found.facts}
     if layers is not None:
-        numbers = range(len(recording.calls))[chosen_layers]
-        facts["kept"] = f"layers {numbers[0]} to {numbers[-1]} of {len(recording.calls)}"
+        numbers = range(len(found.flow.steps))[how["layers"]]
+        facts["kept"] = f"layers {numbers[0]} to {numbers[-1]} of {len(found.flow.steps)}"
+    names = Names(model, tokenizer, tokens)
     traces = [
-        Trace(own, *names, output, facts, chosen and chosen.facts(index)) for index, (own, names) in enumerate(parts)
+        Trace(own, *labelled, output, facts, chosen and chosen.facts(index), reads=reads)
+        for index, (own, labelled, reads) in enumerate(_examples(recording, found, kwargs, names))
     ]
     return traces[0] if len(traces) == 1 else traces
+
+
+def _examples(
+    recording: Recording, found: Structure, kwargs: dict[str, Any], names: Names
+) -> list[tuple[tuple[Layer, ...], Labelled, tuple[int, ...] | None]]:
+    """For each example its layers, what its positions are called, and the positions that the output is read from."""
+    if found.proof is None:
+        stream = found.flow.streams[found.flow.joint[0]]
+        placed = enumerate(found.placed(recording))
+        return [(one.layers, names.of_placed(index, one, stream), None) for index, one in placed]
+    given = structure.masks_of(found.flow, kwargs)
+    kept = examples.kept_positions(recording, found.flow, found.proof, given)
+    stack = examples.Stack(recording, found.flow, found.proof, kept)
+    batch = len(next(iter(kept.values())))
+    return [(stack.example(index), names.of(index, stack), stack.reads(index)) for index in range(batch)]
 
 
 def _slice(layers: int | range | slice | None) -> slice:
@@ -148,80 +169,6 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"inputs must be a mapping, a tensor or a tuple of arguments (or text, with a tokenizer); a "
         f"{type(inputs).__name__} was given"
     )
-
-
-def _is_in_another_order(stack: examples.Stack, recording: Recording, ids: torch.Tensor | None) -> bool:
-    """Whether patches need not follow the prefix tokens in order: beside text, or where frames are convolved alone."""
-    if recording.patches is None or stack.decoder is not None:
-        return False
-    batch, count = stack.encoder.shape
-    return recording.patches[0] != batch or (ids is not None and ids.shape[1] < count)
-
-
-_Labelled: TypeAlias = tuple[tuple[str, ...], tuple[Role, ...], Grid | None, int | None, tuple[int, ...] | None]
-
-
-@dataclass(frozen=True)
-class _Labels:
-    """What the input positions are called: words, patches, or plain numbers."""
-
-    model: torch.nn.Module
-    tokenizer: Any
-    ids: torch.Tensor | None
-    decoder_ids: torch.Tensor | None
-    patch_grid: Grid | None
-    tokens: Sequence[str] | None
-
-    def of(self, index: int, stack: examples.Stack) -> _Labelled:
-        """Tokens, roles, grid, the decoder's start and the words of one example."""
-        tokens, roles, words, grid = self._stream(stack.encoder[index], self.ids, index, patches=True)
-        start = None
-        if stack.decoder is not None:
-            start = len(tokens)
-            more, more_roles, more_words, _ = self._stream(stack.decoder[index], self.decoder_ids, index, patches=False)
-            tokens, roles = tokens + more, roles + more_roles
-            words = words + [max(words) + 1 + word for word in more_words] if words and more_words else None
-        return self._named(tokens, index), tuple(roles), grid, start, None if words is None else tuple(words)
-
-    def of_placed(self, index: int, placed: placing.Placed) -> _Labelled:
-        """The same of an example whose patches were placed: text, prefix tokens, patches."""
-        ids = self.ids[index].tolist() if self.ids is not None else []
-        if len(ids) > len(placed.kept):
-            raise ValueError(
-                f"the model was given {len(ids)} token ids, but has {len(placed.kept)} positions beside the patches"
-            )
-        text = [i for i, kept in zip(ids, placed.kept.tolist(), strict=False) if kept]
-        tokens, roles, words = huggingface.labels(text, self.tokenizer)
-        prefix = vision.prefix_labels(self.model, int(placed.kept[len(ids) :].sum()))
-        tokens += [*prefix, *map(vision.place_label, placed.places)]
-        count = len(prefix) + len(placed.places)
-        more: list[Role] = ["prefix" if number < len(prefix) else "patch" for number in range(count)]
-        if words:
-            words += range(max(words) + 1, max(words) + 1 + count)
-        return self._named(tokens, index), (*roles, *more), placed.grid, None, tuple(words) if words else None
-
-    def _named(self, tokens: list[str], index: int) -> tuple[str, ...]:
-        """The labels of one example, or those that were given instead."""
-        if self.tokens is None:
-            return tuple(tokens)
-        if len(self.tokens) != len(tokens):
-            raise ValueError(f"{len(self.tokens)} tokens were given for the {len(tokens)} positions of example {index}")
-        return tuple(self.tokens)
-
-    def _stream(
-        self, keep: torch.Tensor, ids: torch.Tensor | None, index: int, *, patches: bool
-    ) -> tuple[list[str], list[Role], list[int] | None, Grid | None]:
-        kept = int(keep.sum())
-        if ids is not None and ids.shape[1] == len(keep):
-            return *huggingface.labels(ids[index][keep.to(ids.device)].tolist(), self.tokenizer), None
-        if self.tokens is None and ids is not None:
-            raise ValueError(
-                f"the model attends over {len(keep)} positions, but was given {ids.shape[1]} token ids; if it adds "
-                "some of its own, name all of them with tokens="
-            )
-        if patches and ids is None and self.patch_grid is not None:
-            return *vision.labels(self.model, self.patch_grid, kept), None, self.patch_grid
-        return [str(position) for position in range(kept)], ["text" for _ in range(kept)], None, None
 
 
 def _model_facts(model: torch.nn.Module) -> dict[str, Any]:

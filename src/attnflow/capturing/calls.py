@@ -1,29 +1,55 @@
-"""The calls by which models attend, in one form: fused kernels with their arguments, or ready weights."""
+"""The calls by which models attend, in one form: fused kernels with their arguments, or ready weights.
+
+Every tensor of a call has two outer axes before (query, dim), (key, dim) or (query, key). What they are, batch, heads,
+windows, or several at once, is for `layout` to find out: models differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-from attnflow.layers import AttentionCall
+from attnflow.layers import AttentionCall, AttentionWeights, WeightsGradient
 
 # What a call's output may differ from weights times values, as a share of the largest: rounding in its precision.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _ROWS_CHECKED = 8
 
+# What to do about a model that is in training mode, or behaves so.
+EVALUATE = "call model.eval() first; where that changes nothing, the module itself asks for training=True"
+
+# Where rows of a call stand along its two outer axes.
+Rows: TypeAlias = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class OutProjection:
+    """What joined the heads before a call returned: weight (width, heads * dim), bias (width)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def joined(self, heads: torch.Tensor) -> torch.Tensor:
+        """(head, query, dim) as (query, width)."""
+        return F.linear(heads.transpose(0, 1).flatten(1), self.weight, self.bias)
+
+    def parted(self, gradient: torch.Tensor, heads: int) -> torch.Tensor:
+        """The gradient of (query, batch, width), or without the batch, as that of (batch, head, query, dim)."""
+        tokens_first = gradient if gradient.ndim == 3 else gradient[:, None]
+        return (tokens_first @ self.weight).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+
 
 @dataclass(frozen=True, eq=False)
 class FusedCall:
-    """One call of a fused kernel over a batch.
+    """One call of a fused kernel.
 
-    Shapes: q (batch, head, query, dim); k, v (batch, head, key, dim); mask broadcastable to (batch, head, query, key),
-    True where attention is allowed if boolean, else added to the logits; gradient, of the target with respect to the
-    weighted values, (batch, head, query, dim). cross: whether the
-    keys are known to be of another stream. out_projection: what joined the heads before the call returned.
+    Shapes: q (outer, outer, query, dim); k, v (outer, fewer or as many, key, dim), where fewer are grouped-query
+    attention; mask broadcastable to (outer, outer, query, key), True where attention is allowed if boolean, else added
+    to the logits; gradient, of the target with respect to the weighted values, (outer, outer, query, dim).
     """
 
     module: str
@@ -33,50 +59,63 @@ class FusedCall:
     scale: float
     mask: torch.Tensor | None
     causal: bool
-    cross: bool = False
-    out_projection: torch.Tensor | None = None
+    out_projection: OutProjection | None = None
     gradient: torch.Tensor | None = None
 
     @property
-    def extent(self) -> tuple[int, int, int]:
-        """(batch, query, key)."""
-        return self.q.shape[0], self.q.shape[2], self.k.shape[2]
+    def extent(self) -> tuple[int, int, int, int]:
+        """(outer, outer, query, key)."""
+        return *self.q.shape[:3], self.k.shape[2]  # pyright: ignore[reportReturnType]
 
-    def example(self, index: int) -> AttentionCall:
-        """The call of one example, padding and all."""
-        mask = None if self.mask is None else self.mask.expand(self.q.shape[0], -1, -1, -1)[index]
-        return AttentionCall(self.module, self.q[index], self.k[index], self.scale, mask, self.causal)
+    def take(self, rows: Rows) -> AttentionCall:
+        """Some rows of the outer axes as the heads of one layer, padding and all."""
+        group = self.q.shape[1] // self.k.shape[1]
+        shared = list(dict.fromkeys((first, second // group) for first, second in rows))
+        repeats = group if len(shared) * group == len(rows) else 1
+        of_keys = shared if repeats == group else [(first, second // group) for first, second in rows]
+        gradient = None
+        if self.gradient is not None and self.v is not None:
+            gradient = WeightsGradient(_take(self.gradient, rows), _take(self.v, of_keys))
+        mask = None if self.mask is None else _take(self.mask, rows)
+        q, k = _take(self.q, rows), _take(self.k, of_keys)
+        return AttentionCall(self.module, q, k, self.scale, mask, self.causal, gradient)
 
     def with_gradient(self, gradient: torch.Tensor) -> FusedCall:
         """The call with the gradient with respect to what it returned."""
         if self.out_projection is not None:
-            tokens_first = gradient if gradient.ndim == 3 else gradient[:, None]
-            heads = (tokens_first @ self.out_projection.detach()).unflatten(-1, (self.q.shape[1], -1))
-            return replace(self, gradient=heads.permute(1, 2, 0, 3))
-        return replace(self, gradient=_four_axes(gradient))
+            return replace(self, gradient=self.out_projection.parted(gradient, self.q.shape[1]))
+        return replace(self, gradient=gradient.reshape(*self.q.shape[:3], -1))
 
 
 @dataclass(frozen=True, eq=False)
 class WeightedSum:
     """Values multiplied by weights that a model computed itself.
 
-    Shapes: weights (batch, head, query, key); v (batch, head, key, dim); gradient as in `FusedCall`.
+    Shapes: weights (outer, outer, query, key); v (outer, outer, key, dim); gradient as in `FusedCall`. arrange: from
+    what the multiplication returned to (outer, outer, query, dim).
     """
 
     module: str
     weights: torch.Tensor
     v: torch.Tensor | None
+    arrange: Callable[[torch.Tensor], torch.Tensor]
     gradient: torch.Tensor | None = None
-    cross: ClassVar[bool] = False
 
     @property
-    def extent(self) -> tuple[int, int, int]:
-        """(batch, query, key)."""
-        return self.weights.shape[0], self.weights.shape[2], self.weights.shape[3]
+    def extent(self) -> tuple[int, int, int, int]:
+        """(outer, outer, query, key)."""
+        return self.weights.shape  # pyright: ignore[reportReturnType]
+
+    def take(self, rows: Rows) -> AttentionWeights:
+        """As `FusedCall.take`."""
+        gradient = None
+        if self.gradient is not None and self.v is not None:
+            gradient = WeightsGradient(_take(self.gradient, rows), _take(self.v, rows))
+        return AttentionWeights(self.module, _take(self.weights, rows), captured=True, gradient=gradient)
 
     def with_gradient(self, gradient: torch.Tensor) -> WeightedSum:
         """The call with the gradient with respect to what it returned."""
-        return replace(self, gradient=gradient.reshape(*self.weights.shape[:3], -1))
+        return replace(self, gradient=self.arrange(gradient))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,17 +123,34 @@ class LeftOut:
     """A call of a layer that was not asked for: that it was made, and nothing of what it holds. As in `FusedCall`."""
 
     module: str
-    extent: tuple[int, int, int]
-    cross: bool = False
+    extent: tuple[int, int, int, int]
 
 
 Kept: TypeAlias = FusedCall | WeightedSum
 Call: TypeAlias = Kept | LeftOut
 
 
+def _take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Some rows of the two outer axes as one axis: a view where they lie evenly. An axis of 1 stands for any number."""
+    firsts, seconds = ([row[axis] if x.shape[axis] > 1 else 0 for row in rows] for axis in (0, 1))
+    if len(set(firsts)) == 1:
+        return x[firsts[0]][_span(seconds)]
+    if len(set(seconds)) == 1:
+        return x[:, seconds[0]][_span(firsts)]
+    return x[firsts, seconds]
+
+
+def _span(indices: list[int]) -> slice | list[int]:
+    """Indices as a slice where they lie evenly; the same one again and again stands for any number."""
+    start, step = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
+    if len(set(indices)) == 1:
+        return slice(start, start + 1)
+    even = step > 0 and indices == list(range(start, start + step * len(indices), step))
+    return slice(start, indices[-1] + 1, step) if even else indices
+
+
 def from_sdpa(
     module: str,
-    output: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -107,28 +163,23 @@ def from_sdpa(
 ) -> FusedCall:
     """The call as torch documents it; without a head axis, or without a batch axis, those axes have size 1."""
     refuse_dropout(module, dropout_p)
-    if query.ndim not in (2, 3, 4):
-        raise ValueError(
-            f"{module}: attention over tensors of shape {tuple(query.shape)}; expected (batch, head, token, dim)"
-        )
-    q, k, v = (_four_axes(x.detach()) for x in (query, key, value))
+    q, k, v = (_two_outer(x.detach()) for x in (query, key, value))
     if attn_mask is not None:
-        attn_mask = _four_axes(attn_mask.detach(), head_axis=query.ndim == 4)
-    call = FusedCall(module, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, attn_mask, is_causal)
-    _check_reproduces(call, v, _four_axes(output.detach())[0])
-    return call
+        mask = attn_mask.detach()
+        mask = mask[(None,) * (query.ndim - mask.ndim)]
+        attn_mask = _two_outer(mask.expand(*query.shape[:-2], *mask.shape[-2:]) if query.ndim > 4 else mask)
+    return FusedCall(module, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, attn_mask, is_causal)
 
 
-def _four_axes(x: torch.Tensor, *, head_axis: bool = False) -> torch.Tensor:
-    """(token, dim), (batch, token, dim) or, if it has a head axis, (head, token, dim), as (batch, head, token, dim)."""
-    if x.ndim == 3:
-        return x[None] if head_axis else x[:, None]
-    return x if x.ndim == 4 else x[None, None]
+def _two_outer(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with two axes before its last two: further ones flattened into the first, missing ones of size 1."""
+    if x.ndim > 4:
+        return x.flatten(0, x.ndim - 4)
+    return x if x.ndim == 4 else x[:, None] if x.ndim == 3 else x[None, None]
 
 
 def from_multi_head(
     module: str,
-    output: tuple[torch.Tensor, torch.Tensor | None],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -181,16 +232,8 @@ def from_multi_head(
         for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
     )
     mask = _multi_head_mask(attn_mask, key_padding_mask, batch=q.shape[0], heads=num_heads)
-    cross = query is not key and not torch.equal(query, key)
-    call = FusedCall(module, q, k, v, q.shape[-1] ** -0.5, mask, False, cross, out_proj_weight)
-    first = output[0] if output[0].ndim == 2 else output[0][:, 0]
-    _check_reproduces(
-        call,
-        v,
-        first.detach(),
-        lambda heads: F.linear(heads.transpose(0, 1).flatten(1), out_proj_weight, out_proj_bias),
-    )
-    return call
+    projection = OutProjection(out_proj_weight.detach(), None if out_proj_bias is None else out_proj_bias.detach())
+    return FusedCall(module, q, k, v, q.shape[-1] ** -0.5, mask, False, projection)
 
 
 def _multi_head_mask(
@@ -210,7 +253,7 @@ def _multi_head_mask(
     return added[0] if len(added) == 1 else added[0] + added[1]
 
 
-def given_weights(module: str, weights: torch.Tensor, batch: int) -> WeightedSum:
+def given_weights(module: str, weights: torch.Tensor) -> WeightedSum:
     """Weights (batch, head, query, key), or without the head axis, that the caller says are attention.
 
     Their gradient is that of a target with respect to themselves, which is dO V^T for values that are the identity.
@@ -219,10 +262,10 @@ def given_weights(module: str, weights: torch.Tensor, batch: int) -> WeightedSum
     """
     if not isinstance(weights, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"weights= gave a {type(weights).__name__} for {module!r}; expected a tensor, or None")
-    if weights.ndim not in (3, 4) or weights.shape[0] != batch:
+    if weights.ndim not in (3, 4):
         raise ValueError(
             f"weights= gave a tensor of shape {tuple(weights.shape)} for {module!r}; expected (batch, head, query, "
-            f"key) or (batch, query, key) with a batch of {batch}"
+            "key) or (batch, query, key)"
         )
     seen = weights.detach()
     if not bool((seen.isfinite() & (seen >= 0)).all()):
@@ -230,39 +273,42 @@ def given_weights(module: str, weights: torch.Tensor, batch: int) -> WeightedSum
     seen = seen if seen.ndim == 4 else seen[:, None]
     keys = seen.shape[-1]
     identity = torch.eye(keys, dtype=seen.dtype, device=seen.device).expand(*seen.shape[:2], keys, keys)
-    return WeightedSum(module, seen, identity)
+    return WeightedSum(module, seen, identity, lambda gradient: gradient if gradient.ndim == 4 else gradient[:, None])
 
 
 def refuse_dropout(module: str, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
     """Raise ValueError for a dropout of attention weights (the arguments of torch.nn.functional.dropout)."""
     if p > 0 and training:
-        raise ValueError(
-            f"{module} drops attention weights at random (dropout {p:g}): the model is in training mode; call "
-            "model.eval() first"
-        )
+        raise ValueError(f"{module or 'the model'} drops attention weights at random (dropout {p:g}); {EVALUATE}")
 
 
-def _check_reproduces(
-    call: FusedCall,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    project: Callable[[torch.Tensor], torch.Tensor] = lambda heads: heads,
-) -> None:
-    """Raise ValueError unless weights times values, for a few queries of the first example, give the call's output.
+def check_reproduces(call: Kept, output: torch.Tensor) -> None:
+    """Raise ValueError unless weights times values give what a call returned.
 
-    v: (batch, head, key, dim). output: of the first example, (head, query, dim), or (query, dim) after `project` joined
-    the heads.
+    Of a fused call a few queries at both ends of the first outer axis are looked at. Weights by hand are what the model
+    multiplied itself.
     """
+    if isinstance(call, WeightedSum):
+        return
+    assert call.v is not None
+    output = output.detach()
     rows = torch.linspace(0, call.q.shape[2] - 1, _ROWS_CHECKED, device="cpu").long().unique().tolist()
-    first = call.example(0)
-    values = v[0].repeat_interleave(call.q.shape[1] // v.shape[1], dim=0)
-    weighted = first.attention(rows) @ values.to(torch.promote_types(values.dtype, torch.float32))
-    expected = project(weighted.to(values.dtype)).detach()
-    # A query that may attend to nothing has no weights, and what a kernel makes of it is its own affair.
-    seen = output[..., rows, :].to(expected.dtype)
-    difference, scale = (float(x.abs().nan_to_num(0).max()) for x in (seen - expected, torch.cat([seen, expected])))
-    if difference > _ROUNDING.get(output.dtype, 1e-3) * scale:
-        raise ValueError(
-            f"{call.module}: the recorded attention weights times the values do not give what the call returned (off "
-            f"by {difference:.2g}); its kernel does something that capture does not know"
+    for first in {0, call.q.shape[0] - 1}:
+        heads = call.take([(first, second) for second in range(call.q.shape[1])])
+        values = call.v[first].repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=0)
+        weighted = (heads.attention(rows) @ values.to(torch.promote_types(values.dtype, torch.float32))).to(
+            values.dtype
         )
+        if call.out_projection is not None:
+            expected = call.out_projection.joined(weighted)
+            seen = output[rows, first] if output.ndim == 3 else output[rows]
+        else:
+            expected, seen = weighted, output.reshape(*call.q.shape[:3], -1)[first][:, rows]
+        # A query that may attend to nothing has no weights, and what a kernel makes of it is its own affair.
+        seen = seen.to(expected.dtype)
+        difference, scale = (float(x.abs().nan_to_num(0).max()) for x in (seen - expected, torch.cat([seen, expected])))
+        if difference > _ROUNDING.get(call.q.dtype, 1e-3) * scale:
+            raise ValueError(
+                f"{call.module}: the recorded attention weights times the values do not give what the call returned "
+                f"(off by {difference:.2g}); its kernel does something that capture does not know"
+            )

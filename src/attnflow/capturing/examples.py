@@ -1,225 +1,219 @@
-"""From a recorded batch to its examples: the stream of each call, and one example's calls without padding."""
+"""From a recorded batch to its examples: one example's layers among the positions that are no padding."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from attnflow.capturing.calls import Call, FusedCall, Kept, LeftOut, WeightedSum
+from attnflow.capturing.calls import Kept, LeftOut, Rows, WeightedSum
+from attnflow.capturing.dataflow import Dataflow, Group
+from attnflow.capturing.proof import Proof
 from attnflow.capturing.recorder import Recording
-from attnflow.layers import HIDDEN, AttentionCall, AttentionWeights, JointLayer, Layer, WeightsGradient
-
-Stream: TypeAlias = Literal["encoder", "decoder", "cross"]
+from attnflow.layers import HIDDEN, AttentionCall, AttentionWeights, Layer, Part, PlacedLayer, WeightsGradient
 
 # A weight on padding that is rounding, not attention.
 _NEGLIGIBLE = 1e-6
 
-_DECODER = re.compile(r"(^|\.)decoder\.")
-_CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn", re.IGNORECASE)
+
+@dataclass(eq=False)
+class Seen:
+    """Masks that were reduced already: layers that share a mask share the reduced one, so that memory grows with n."""
+
+    masks: dict[Any, tuple[torch.Tensor | None, bool]] = field(
+        default_factory=dict[Any, tuple["torch.Tensor | None", bool]]
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """The calls of a batch that are kept, each with its stream, and which positions are no padding.
+    """The kept calls of a batch as layers over the positions of its joint streams.
 
-    encoder (batch, token): of the encoder, or of the only stream there is. decoder (batch, token), or None.
-    pools: whether the last of the kept calls gathers a single stream by attention from probes of its own.
+    kept: of each joint stream (example, position), True for those that are no padding.
     """
 
-    calls: list[tuple[Kept, Stream]]
-    encoder: torch.Tensor
-    decoder: torch.Tensor | None
-    pools: bool
+    recording: Recording
+    flow: Dataflow
+    proof: Proof
+    kept: Mapping[int, torch.Tensor]
 
     def example(self, index: int) -> tuple[Layer, ...]:
         """The layers of one example among its kept positions, in forward order.
 
-        With a decoder they are joint layers over the positions of both streams. Layers that share a mask tensor share
-        the reduced mask too, so that memory grows with n, not with n squared.
-
         Raises ValueError for an example that is all padding, and for a call that lets a token attend to padding.
         """
-        keep = {"encoder": self.encoder[index]}
-        if self.decoder is not None:
-            keep["decoder"] = self.decoder[index]
+        keep = {number: kept[index] for number, kept in self.kept.items()}
         if not all(bool(kept.any()) for kept in keep.values()):
             raise ValueError(f"example {index} holds nothing but padding")
-        size = sum(int(kept.sum()) for kept in keep.values())
-        masks: dict[Any, tuple[torch.Tensor | None, bool]] = {}
+        starts, size = dict[int, int](), 0
+        for number, kept in keep.items():
+            starts[number], size = size, size + int(kept.sum())
+        masks = Seen()
         layers: list[Layer] = []
-        for call, stream in self.calls:
-            queries = keep["encoder" if stream == "encoder" else "decoder"]
-            if call.extent[1] != len(queries):  # the probes of a call that pools
-                queries = torch.ones(call.extent[1], dtype=torch.bool)
-            keys = keep["decoder" if stream == "decoder" else "encoder"]
-            layer = call_layer(call, index, queries, keys, masks)
-            if self.decoder is None:
-                layers.append(layer)
-            else:
-                start = size - int(keep["decoder"].sum())
-                places = {"encoder": (0, 0), "decoder": (start, start), "cross": (start, 0)}
-                layers.append(JointLayer(layer, *places[stream], size))
-        if self.pools:
-            layers[-1] = replace(layers[-1], pools=True)
+        for number, step in enumerate(self.flow.steps):
+            pools = self.flow.pools and number == len(self.flow.steps) - 1
+            if all(isinstance(self.recording.calls[call], LeftOut) for group in step for call in group.calls):
+                continue
+            groups = [(group, self._heads(group, index, keep, masks, pools=pools)) for group in step]
+            if len(keep) == 1:
+                layers.append(replace(groups[0][1], pools=pools))
+                continue
+            parts = [
+                Part(layer, _places(starts[group.of], layer.shape[1]), _places(starts[group.on], layer.shape[2]))
+                for group, layer in groups
+            ]
+            layers.append(PlacedLayer(tuple(parts), size))
         return tuple(layers)
 
-
-def stack(
-    recording: Recording, model: torch.nn.Module, attention_mask: Any, decoder_attention_mask: Any
-) -> Stack | None:
-    """The calls of a recording as one stack of square layers, or as an encoder, a decoder and what joins them.
-
-    None where they are of one tower that looks at an image, but not such a stack: see `placing`. Raises ValueError for
-    several towers, and for other calls that are no stack.
-    """
-    calls = recording.calls
-    (batch, queries, keys), last = calls[-2 if len(calls) > 1 else -1].extent, calls[-1].extent
-    pools = last[::2] == (batch, keys) and last[1] != queries
-    joint = getattr(getattr(model, "config", None), "is_encoder_decoder", False) or any(
-        call.cross for call in calls[: -1 if pools else None]
-    )
-    streams: list[Stream] = _streams(calls) if joint else []
-    if "cross" not in streams:  # an encoder or a decoder by itself
-        streams = ["encoder" for _ in calls]
-    parts: dict[Stream, list[Call]] = {}
-    pools = pools and not joint
-    for call, stream in list(zip(calls, streams, strict=True))[: -1 if pools else None]:
-        parts.setdefault(stream, []).append(call)
-    fits, towers = _fits(parts), _towers(calls)
-    lists = any(isinstance(model.get_submodule(path), torch.nn.ModuleList | torch.nn.Sequential) for path in towers)
-    if len(towers) > 1 and (len(parts) == 1 if fits else not lists):
-        names = " and ".join(f"model.{path}" for path in towers)
-        way_out = "" if lists else "; capture one of them with what it takes"
-        raise misfit(model, calls, f"several towers, {names}, which are no single graph{way_out}")
-    if not fits:
-        if recording.patches is not None and len(parts) == 1:
+    def reads(self, index: int) -> tuple[int, ...] | None:
+        """The positions of one example's graph that the output is read from; None if that is not known, or all."""
+        found = self.proof.reads
+        stream = self.flow.steps[-1][0].of
+        if found is None or stream not in self.kept:
             return None
-        raise misfit(model, calls, "windows or pooling of an input without patches, which capture cannot place")
-    encoder = _kept([*parts.get("encoder", []), *parts.get("cross", [])], attention_mask)
-    decoder = None
-    if "decoder" in parts:
-        decoder = _kept(parts["decoder"], decoder_attention_mask)
-    elif "cross" in parts:
-        decoder = torch.ones(parts["cross"][0].extent[:2], dtype=torch.bool)
-    kept: list[tuple[Kept, Stream]] = [
-        (call, stream) for call, stream in zip(calls, streams, strict=True) if not isinstance(call, LeftOut)
-    ]
-    pools = pools and not isinstance(calls[-1], LeftOut)
-    return Stack(kept, encoder, decoder, pools)
+        kept = self.kept[stream][index]
+        place = kept.cumsum(0) - 1
+        start = sum(int(kept[index].sum()) for number, kept in self.kept.items() if number != stream)
+        if found == "last":
+            return (start + int(kept.sum()) - 1,)
+        if found == "all":
+            return None
+        positions = tuple(start + int(place[position]) for position in found[index] if kept[position])
+        return positions or None  # none where the head has weights of 0
+
+    def _heads(
+        self, group: Group, index: int, keep: Mapping[int, torch.Tensor], masks: Seen, *, pools: bool
+    ) -> AttentionCall | AttentionWeights:
+        """The calls of a group, of one example, as the heads of one layer."""
+        heads: list[AttentionCall | AttentionWeights] = []
+        batch = len(self.kept[group.on])
+        for number in group.calls:
+            call = self.recording.calls[number]
+            if isinstance(call, LeftOut):
+                raise ValueError(f"layers= takes apart what is one layer: {call.module} is one of its heads' modules")
+            queries = torch.ones(call.extent[2], dtype=torch.bool) if pools else keep[group.of]
+            rows = self.proof.orders[number].rows(call.extent, batch, index)
+            heads.append(call_layer(call, rows, queries, keep[group.on], masks))
+        return heads[0] if len(heads) == 1 else _side_by_side(heads)
 
 
-def _fits(parts: Mapping[Stream, list[Call]]) -> bool:
-    """Whether the calls of each stream are of one size, square but for cross-attention, which joins the two sizes."""
-    extents = {stream: {call.extent for call in calls} for stream, calls in parts.items()}
-    if any(len(sizes) > 1 for sizes in extents.values()):
-        return False
-    (encoder,), (decoder,), (cross,) = (extents.get(stream, {None}) for stream in ("encoder", "decoder", "cross"))
-    square = all(size is None or size[1] == size[2] for size in (encoder, decoder))
-    if cross is None:
-        return square and decoder is None
-    batch, queries, keys = cross
-    return square and decoder in (None, (batch, queries, queries)) and encoder in (None, (batch, keys, keys))
+def _places(start: int, count: int) -> tuple[int, ...]:
+    return tuple(range(start, start + count))
 
 
-def misfit(model: torch.nn.Module, calls: Sequence[Call], reason: str) -> ValueError:
-    """The error for calls that are no stack: their sizes, and why they cannot be placed."""
-    shown = list(dict.fromkeys(f"{b} x {q} x {k}" for b, q, k in (call.extent for call in calls)))
-    return ValueError(
-        f"the attention calls of {type(model).__name__} are not one stack of square layers; (batch x query x key) is "
-        f"{', '.join(shown[:4])}{', ...' if len(shown) > 4 else ''}: {reason}"
-    )
+def _side_by_side(layers: Sequence[AttentionCall | AttentionWeights]) -> AttentionCall | AttentionWeights:
+    """Calls that read the same as one layer with the heads of all."""
+    gradients = [layer.gradient for layer in layers if layer.gradient is not None]
+    gradient = None
+    if len(gradients) == len(layers):
+        width = max(one.v.shape[-1] for one in gradients)
+        outputs = [F.pad(one.output, (0, width - one.output.shape[-1])) for one in gradients]
+        values = [
+            F.pad(one.v, (0, width - one.v.shape[-1])).repeat_interleave(len(one.output) // len(one.v), 0)
+            for one in gradients
+        ]
+        gradient = WeightsGradient(torch.cat(outputs), torch.cat(values))
+    fused = [layer for layer in layers if isinstance(layer, AttentionCall)]
+    first = layers[0]
+    alike = {(layer.q.shape[1:], layer.k.shape[1:], layer.causal, id(layer.mask), layer.scale) for layer in fused}
+    if isinstance(first, AttentionCall) and len(fused) == len(layers) and len(alike) == 1 and _is_shared(first.mask):
+        keys = [layer.k.repeat_interleave(len(layer.q) // len(layer.k), 0) for layer in fused]
+        return replace(first, q=torch.cat([layer.q for layer in fused]), k=torch.cat(keys), gradient=gradient)
+    weights = torch.cat([layer.attention() for layer in layers])
+    return AttentionWeights(first.name, weights, captured=True, gradient=gradient)
 
 
-def _towers(calls: Sequence[Call]) -> list[str]:
-    """The modules that hold one list of layers each, as paths from the model.
+def _is_shared(mask: torch.Tensor | None) -> bool:
+    """Whether a mask (head, query, key) is the same for all heads."""
+    return mask is None or len(mask) == 1
 
-    A list of layers is what stands before the first number of a call's name; the module is named no further than it
-    takes to tell it from the others.
+
+def kept_positions(
+    recording: Recording, flow: Dataflow, proof: Proof, given: Mapping[int, Any]
+) -> dict[int, torch.Tensor]:
+    """For each joint stream (example, position), True for no padding: as a mask says, or where some query looks.
+
+    given: what the inputs say of the padding of a stream, if they do.
     """
-    lists = dict.fromkeys(re.split(r"\d", call.module)[0] for call in calls if re.search(r"\d", call.module))
-    paths = [path.split(".") for path in lists]
-    shared = next((depth for depth, names in enumerate(zip(*paths, strict=False)) if len(set(names)) > 1), 0)
-    return [".".join(path[: shared + 1]).rstrip(".") for path in paths]
+    found: dict[int, torch.Tensor] = {}
+    for stream in flow.joint:
+        layout = proof.layouts[stream]
+        mask = given.get(stream)
+        if isinstance(mask, torch.Tensor) and mask.shape == (layout.batch, layout.size):
+            found[stream] = (mask != 0).cpu()
+            continue
+        numbers = [
+            call for step in flow.steps for group in step if group.on == stream for call in group.calls
+            if not isinstance(recording.calls[call], LeftOut)
+        ]  # fmt: skip
+        visible = torch.full((layout.batch, layout.size), not numbers)
+        for number in numbers:
+            call = recording.calls[number]
+            assert not isinstance(call, LeftOut)
+            for example in range(layout.batch):
+                visible[example] |= seen_keys(call, proof.orders[number].rows(call.extent, layout.batch, example))
+        found[stream] = visible
+    return found
 
 
-def _streams(calls: list[Call]) -> list[Stream]:
-    """The streams of an encoder-decoder's calls, or of a decoder that stands alone and is given what it attends to."""
-    alone = not any(_DECODER.search(call.module) for call in calls)
-    streams: list[Stream] = []
-    for call in calls:
-        if call.cross or _CROSS.search(call.module):
-            streams.append("cross")
-        else:
-            streams.append("decoder" if alone or _DECODER.search(call.module) else "encoder")
-    return streams
-
-
-def _kept(calls: Sequence[Call], attention_mask: Any) -> torch.Tensor:
-    """(batch, key), True where a key is no padding: as the mask says, or else where some query may attend to it."""
-    batch, _, count = calls[0].extent
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (batch, count):
-        return attention_mask != 0
-    kept = [call for call in calls if not isinstance(call, LeftOut)]
-    visible = torch.full((batch, count), not kept)
-    for call in kept:
-        visible |= seen_keys(call)
-    return visible
-
-
-def seen_keys(call: Kept) -> torch.Tensor:
-    """(batch, key) or (1, 1), True where some query may attend to a key."""
+def seen_keys(call: Kept, rows: Rows) -> torch.Tensor:
+    """(key,), True where some query of some rows may attend to a key."""
     if isinstance(call, WeightedSum):
-        return (call.weights != 0).any(1).any(1).cpu()
-    return torch.ones(1, 1, dtype=torch.bool) if call.mask is None else _allowed(call.mask).any(1).any(1).cpu()
+        return (call.take(rows).weights != 0).any(0).any(0).cpu()
+    keys = call.extent[3]
+    if call.mask is None:
+        return torch.ones(keys, dtype=torch.bool)
+    mask = call.mask.expand(*call.extent[:2], -1, -1)
+    firsts = sorted({first for first, _ in rows})
+    return _allowed(mask[firsts]).flatten(0, -2).any(0).expand(keys).cpu()
 
 
 def call_layer(
-    call: Kept,
-    index: int,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    masks: dict[Any, tuple[torch.Tensor | None, bool]],
+    call: Kept, rows: Rows, queries: torch.Tensor, keys: torch.Tensor, seen: Seen
 ) -> AttentionCall | AttentionWeights:
-    """One call of one example among its kept queries and keys."""
-    device = call.weights.device if isinstance(call, WeightedSum) else call.q.device
-    queries, keys = queries.to(device), keys.to(device)
-    gradient = None
-    if call.gradient is not None and call.v is not None:
-        gradient = WeightsGradient(_rows(call.gradient, index, queries), _rows(call.v, index, keys))
-    if isinstance(call, WeightedSum):
-        weights = _rows(call.weights, index, queries)
+    """Some rows of one call as the heads of a layer, among its kept queries and keys."""
+    layer = call.take(rows)
+    gradient = layer.gradient
+    if gradient is not None:
+        gradient = WeightsGradient(_among(gradient.output, queries), _among(gradient.v, keys))
+    if isinstance(layer, AttentionWeights):
+        weights = _among(layer.weights, queries)
+        if keys.all():
+            return replace(layer, weights=weights, gradient=gradient)
+        keys = keys.to(weights.device)
         if (weights[..., ~keys] > _NEGLIGIBLE).any():
             raise ValueError(f"{call.module} attends to padding: it gives weight to what the mask hides")
-        return AttentionWeights(call.module, weights[..., keys], captured=True, gradient=gradient)
-    shared = call.causal if call.mask is None else (call.mask.data_ptr(), call.mask.shape, call.mask.stride())
-    if shared not in masks:
-        masks[shared] = _reduced_mask(call, index, queries, keys)
-    q, k = _rows(call.q, index, queries), _rows(call.k, index, keys)
-    return AttentionCall(call.module, q, k, call.scale, *masks[shared], gradient)
+        return replace(layer, weights=weights[..., keys], gradient=gradient)
+    mask = layer.mask
+    shared = layer.causal if mask is None else (mask.data_ptr(), mask.shape, mask.stride())
+    shared = (shared, id(queries), id(keys))
+    if shared not in seen.masks:
+        seen.masks[shared] = _reduced_mask(layer, queries, keys)
+    mask, causal = seen.masks[shared]
+    q, k = _among(layer.q, queries), _among(layer.k, keys)
+    return replace(layer, q=q, k=k, mask=mask, causal=causal, gradient=gradient)
 
 
-def _rows(x: torch.Tensor, index: int, keep: torch.Tensor) -> torch.Tensor:
-    """(head, token, dim) of one example among its kept tokens."""
-    return x[index] if keep.all() else x[index][:, keep]
+def _among(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """(head, token, dim) among the kept tokens."""
+    return x if keep.all() else x[:, keep.to(x.device)]
 
 
-def _reduced_mask(
-    call: FusedCall, index: int, queries: torch.Tensor, keys: torch.Tensor
-) -> tuple[torch.Tensor | None, bool]:
+def _reduced_mask(call: AttentionCall, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
     """(mask, causal) among the kept positions; a mask that hides nothing, or just the future, becomes None."""
     if call.mask is None:
         if not keys.all() and not (call.causal and keys.long().diff().le(0).all()):
-            raise ValueError(f"{call.module} attends to padding: the model was given no mask that hides it")
+            raise ValueError(f"{call.name} attends to padding: the model was given no mask that hides it")
         return None, call.causal
-    mask = call.mask.expand(call.q.shape[0], -1, -1, -1)[index]
+    queries, keys = queries.to(call.mask.device), keys.to(call.mask.device)
+    mask = call.mask.expand(*call.mask.shape[:2], len(keys))
     if mask.shape[1] > 1:
         mask = mask[:, queries]
     if _allowed(mask)[..., ~keys].any():
-        raise ValueError(f"{call.module} attends to padding: its mask shows what the inputs' mask hides")
+        raise ValueError(f"{call.name} attends to padding: its mask shows what the inputs' mask hides")
     mask = mask[..., keys]
     allowed = _allowed(mask)
     rows, count = mask.shape[1:]

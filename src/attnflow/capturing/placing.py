@@ -1,8 +1,9 @@
 """Where the tokens of each call stand in an image or a video: windows, frames, merged, shuffled or missing patches.
 
-The model is asked. It runs some more times with numbers of our own in the place of its patches and with attention
-switched off, so that what a token holds depends on its own patch alone; which patches are changed from run to run
-spells their numbers in binary. So no family's way to roll, cut and merge windows needs to be known.
+The model is asked. It runs some more times with other vectors in the place of some patches, and with every attention
+call returning what it returned before, so that what a token holds depends on its own patch alone; which patches are
+changed from run to run spells their numbers in binary. So no family's way to roll, cut and merge windows needs to be
+known.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnflow.capturing.calls import Kept, LeftOut
-from attnflow.capturing.examples import call_layer, misfit, seen_keys
-from attnflow.capturing.recorder import Recorder, Recording
-from attnflow.layers import Layer, MergingLayer, WindowLayer
+from attnflow.capturing.calls import Kept, LeftOut, Rows
+from attnflow.capturing.examples import Seen, call_layer, seen_keys
+from attnflow.capturing.proof import Replay, replay
+from attnflow.capturing.recorder import Recording, Source
+from attnflow.layers import Layer, MergingLayer, Part, PlacedLayer
 from attnflow.trace import Grid
-
-# How much of a token must change for it to have held a patch that was changed; what did not is the same to the bit.
-_CHANGED = 1e-4
 
 # The patches that a token holds, in binary, with ones where both values of a bit occur: "1?0" is (0b100, 0b010).
 Patches: TypeAlias = tuple[int, int]
@@ -35,106 +34,55 @@ class Unplaceable(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """One example's layers over its positions: first those that hold no patch (text, [CLS]), then patches in order.
+    """One example's layers over its positions.
 
-    kept: of the former, True for those that are no padding. places: for each patch (row, column), or (frame, row,
-    column).
+    Where every call attends over all tokens in one order, that is the order of the positions; else those come first
+    that hold no patch (text, [CLS]), then the patches in reading order.
+
+    places: for each position (row, column), or (frame, row, column), or None if it holds no patch. kept: of the tokens
+    that hold no patch, True for those that are no padding.
     """
 
     layers: tuple[Layer, ...]
+    places: tuple[tuple[int, ...] | None, ...]
     kept: torch.Tensor
-    places: tuple[tuple[int, ...], ...]
 
     @property
     def grid(self) -> Grid | None:
-        """How many patches there are along each axis, if they fill a whole grid."""
-        sizes = tuple(len(set(axis)) for axis in zip(*self.places, strict=True))
-        whole = math.prod(sizes) == len(self.places) and len(sizes) in (2, 3)
+        """How many patches there are along each axis, if they fill a whole grid in reading order."""
+        patches = [place for place in self.places if place is not None]
+        sizes = tuple(len(set(axis)) for axis in zip(*patches, strict=True))
+        whole = math.prod(sizes) == len(patches) and len(sizes) in (2, 3) and patches == sorted(patches)
         return sizes if whole else None  # pyright: ignore[reportReturnType]
 
 
-class _Held(NamedTuple):
-    """What the tokens of one call hold, (window, token) each: patches in binary, both-valued bits, any at all."""
+class Held(NamedTuple):
+    """What the tokens of one call hold, (outer, outer, token) each: patches in binary, both-valued bits, any at all."""
 
     patches: NDArray[np.int64]
     both: NDArray[np.int64]
     some: NDArray[np.bool_]
 
 
-def place(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording) -> list[Placed]:
-    """The calls of a recording placed on the patches of the image or video that the model was given, per example.
+class _Window(NamedTuple):
+    """Rows of a call whose tokens hold the same patches, one for each head, and these patches."""
 
-    Raises ValueError where tokens do not stand for patches: channels, overlapping windows, convolutions between.
-    """
-    assert recording.patches is not None
-    try:
-        if recording.patches[0] % recording.batch:
-            raise Unplaceable(f"the last convolution is over {recording.patches[0]}, of {recording.batch} examples")
-        calls = _kept_calls(recording)
-        held = _ask(model, args, kwargs, recording)
-        if len(held) != len(calls):
-            raise Unplaceable(f"{len(calls)} calls were recorded, and {len(held)} seen when the model ran again")
-        return [_example(recording, calls, held, index) for index in range(recording.batch)]
-    except Unplaceable as error:
-        raise misfit(model, recording.calls, f"they cannot be placed on the image's patches: {error}") from None
+    rows: list[tuple[int, int]]
+    holds: tuple[Patches | None, ...]
 
 
-def _kept_calls(recording: Recording) -> list[Kept]:
-    calls = [call for call in recording.calls if not isinstance(call, LeftOut)]
-    if len(calls) < len(recording.calls):
-        raise Unplaceable("that takes every layer, so leave layers= out")
-    return calls
-
-
-class _Probe(Recorder):
-    """Runs a model on patches of its own, of which some are changed, with attention that returns nothing but zeros."""
-
-    def __init__(self, model: torch.nn.Module, first: Recording, changed: NDArray[np.bool_]) -> None:
-        super().__init__(model, first.batch)
-        self.values: list[torch.Tensor] = []
-        self._first = first
-        self._changed = torch.from_numpy(changed)
-
-    def _convolved(self, output: torch.Tensor, axes: int) -> torch.Tensor:
-        before = self.recording.convolutions
-        output = super()._convolved(output, axes)
-        if not before < self.recording.convolutions == self._first.convolutions:
-            return output
-        usual, other = torch.randn(2, *output.shape, generator=torch.Generator().manual_seed(0))
-        changed = self._changed.unsqueeze(1) if output.ndim == axes + 2 else self._changed
-        return torch.where(changed, other, usual).to(output)
-
-    def _keep(self, call: Kept, output: torch.Tensor) -> None:
-        assert call.v is not None
-        self.values.append(call.v.float().cpu())
-        super()._keep(call, output)
-        output.zero_()
-
-
-def _ask(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording) -> list[_Held]:
-    """What the tokens of every call hold, from runs of the model with changed patches."""
-    assert recording.patches is not None
-    assert recording.random_state is not None
-
-    def run(changed: NDArray[np.bool_]) -> list[torch.Tensor]:
-        probe = _Probe(model, recording, changed)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), probe:
-            torch.set_rng_state(recording.random_state)  # pyright: ignore[reportArgumentType]
-            model(*args, **kwargs)
-        return probe.values
-
-    numbers = _numbers(recording.patches)
-    usual = run(np.zeros(recording.patches, dtype=bool))
+def ask(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording, source: Source
+) -> list[Held]:
+    """What the tokens of every call hold, from runs of the model with changed patches of a source."""
 
     def holding(changed: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-        pairs = zip(run(changed), usual, strict=True)
-        return [
-            ((v - before).square().sum((1, 3)) > _CHANGED**2 * before.square().sum((1, 3))).numpy()
-            for v, before in pairs
-        ]
+        again = Replay(model, recording, {(source.kind, source.number): torch.from_numpy(changed)})
+        return [changes["v"].numpy() for changes in replay(model, args, kwargs, again)[0]]
 
+    numbers = _numbers(source.plane)
     some = holding(numbers >= 0)
-    held = [_Held(np.zeros(one.shape, np.int64), np.zeros(one.shape, np.int64), one) for one in some]
+    held = [Held(np.zeros(one.shape, np.int64), np.zeros(one.shape, np.int64), one) for one in some]
     for bit in range(int(numbers.max()).bit_length()):
         ones, zeros = (holding((numbers >> bit) & 1 == value) for value in (1, 0))
         for call, one, zero in zip(held, ones, zeros, strict=True):
@@ -143,6 +91,42 @@ def _ask(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
             call.patches[:] |= (one & ~zero).astype(np.int64) << bit
             call.both[:] |= (one & zero).astype(np.int64) << bit
     return held
+
+
+def place(
+    recording: Recording, held: Sequence[Held], source: Source, batch: int, *, in_order: bool = False
+) -> list[Placed]:
+    """The calls of a recording placed on the patches of the image or video that the model was given, per example.
+
+    in_order: whether positions come in reading order even where every call attends over all tokens, since their own
+    order is random.
+
+    Raises Unplaceable where tokens do not stand for patches: channels, overlapping windows, convolutions between.
+    """
+    if source.plane[0] % batch:
+        raise Unplaceable(f"the last convolution is over {source.plane[0]}, of {batch} examples")
+    calls = [call for call in recording.calls if not isinstance(call, LeftOut)]
+    if len(calls) < len(recording.calls):
+        raise Unplaceable("that takes every layer, so leave layers= out")
+    per = source.plane[0] // batch  # frames of one example that were convolved one by one
+    placed = [_example(calls, held, source.plane, per, index) for index in range(batch)]
+    return placed if in_order else [_as_the_calls_have_it(one) for one in placed]
+
+
+def _as_the_calls_have_it(placed: Placed) -> Placed:
+    """The same in the tokens' own order, if that is the order of all tokens in every call."""
+    orders = {layer.parts[0].queries if isinstance(layer, PlacedLayer) else None for layer in placed.layers}
+    (order, *more) = orders
+    if order is None or more or any(len(_parts(layer)) != 1 for layer in placed.layers):
+        return placed
+    if len(order) < len(placed.places):
+        return placed
+    layers = tuple(_parts(layer)[0].layer for layer in placed.layers)
+    return Placed(layers, tuple(placed.places[position] for position in order), placed.kept)
+
+
+def _parts(layer: Layer) -> tuple[Part, ...]:
+    return layer.parts if isinstance(layer, PlacedLayer) else ()
 
 
 def _numbers(shape: Sequence[int]) -> NDArray[np.int64]:
@@ -163,24 +147,24 @@ def _place_of(number: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(place))
 
 
-def _example(recording: Recording, calls: Sequence[Kept], held: Sequence[_Held], index: int) -> Placed:
-    """The layers of one example; Unplaceable says what stands in the way."""
-    assert recording.patches is not None
-    per = recording.patches[0] // recording.batch  # frames of one example that were convolved one by one
-    windows = [_windows_of(call, recording.patches, range(index * per, (index + 1) * per)) for call in held]
-    kept = _kept_before(calls, held, windows)
+def _example(calls: Sequence[Kept], held: Sequence[Held], shape: Sequence[int], per: int, index: int) -> Placed:
+    """The layers of one example; Unplaceable says what stands in the way.
+
+    per: how many frames of one example were convolved one by one.
+    """
+    windows = [_windows_of(holds, shape, range(index * per, (index + 1) * per)) for holds in held]
+    kept = _kept_without_patch(calls, windows)
     before = int(kept.sum())
     layers: list[Layer] = []
     first: list[Patches] = []
     level: list[Patches] = []
-    for call, holds, own in zip(calls, held, windows, strict=True):
-        seen = np.broadcast_to(seen_keys(call).numpy(), holds.some.shape)
-        if (seen & ~holds.some)[own, _before(holds, own) :].any():
-            raise Unplaceable(f"{call.module} attends to tokens behind its patches that hold none: padding, or text")
+    for call, own in zip(calls, windows, strict=True):
+        seen = [seen_keys(call, window.rows).tolist() for window in own]
         tokens = [
-            (window, token, (int(holds.patches[window, token]), int(holds.both[window, token])))
-            for window in own
-            for token in np.flatnonzero(holds.some[window] & seen[window]).tolist()
+            (number, token, patches)
+            for number, window in enumerate(own)
+            for token, patches in enumerate(window.holds)
+            if patches is not None and seen[number][token]
         ]
         now = sorted({patches for _, _, patches in tokens})
         if not level:
@@ -193,68 +177,85 @@ def _example(recording: Recording, calls: Sequence[Kept], held: Sequence[_Held],
             raise Unplaceable(f"{call.module} has the same patch in several windows")
         level = now
         rank = {patches: before + number for number, patches in enumerate(now)}
-        if call.extent[1] != call.extent[2]:
+        if call.extent[2] != call.extent[3]:
             raise Unplaceable(f"the queries of {call.module} are not its keys")
         places = {(window, token): rank[patches] for window, token, patches in tokens}
-        layers.append(_layer(call, holds, own, places, kept, before + len(now)))
-    indices = [_place_of(number, recording.patches) for number, _ in first]
+        layers.append(_layer(call, own, places, kept, before + len(now)))
+    indices = [_place_of(number, shape) for number, _ in first]
     places = [(place[0] - index * per, *place[1:]) if per > 1 else place[1:] for place in indices]
-    return Placed(tuple(layers), kept, tuple(places))
+    return Placed(tuple(layers), (*[None] * before, *places), kept)
 
 
-def _windows_of(holds: _Held, shape: Sequence[int], wanted: range) -> list[int]:
-    """The windows of a call whose patches are of the wanted ones along the first axis."""
+def _windows_of(holds: Held, shape: Sequence[int], wanted: range) -> list[_Window]:
+    """The windows of a call whose patches are of the wanted ones along the first axis, with a row for each head."""
     below = sum((size - 1).bit_length() for size in shape[1:])
-    windows: list[int] = []
-    for window in range(len(holds.some)):
-        some = holds.some[window]
-        of = {int(number) >> below in wanted for number in holds.patches[window][some]}
-        mixed = any(int(both) >> below for both in holds.both[window][some])
+    windows: dict[tuple[Patches | None, ...], list[tuple[int, int]]] = {}
+    for row in np.ndindex(*holds.some.shape[:2]):
+        some = holds.some[row]
+        of = {int(number) >> below in wanted for number in holds.patches[row][some]}
+        mixed = any(int(both) >> below for both in holds.both[row][some])
         if len(of) > 1 or mixed:
             raise Unplaceable("examples are mixed")
         if of == {True}:
-            windows.append(window)
-    return windows
+            pairs = zip(holds.patches[row].tolist(), holds.both[row].tolist(), some.tolist(), strict=True)
+            tokens = tuple((number, both) if held else None for number, both, held in pairs)
+            windows.setdefault(tokens, []).append((row[0], row[1]))
+    return [_Window(rows, tokens) for tokens, rows in windows.items()]
 
 
-def _before(holds: _Held, windows: Sequence[int]) -> int:
-    """How many tokens of every window come before its first patch."""
-    return min((int(holds.some[window].argmax()) for window in windows), default=0)
+def _without_patch(window: _Window) -> list[int]:
+    """The tokens of a window that hold no patch."""
+    return [token for token, patches in enumerate(window.holds) if patches is None]
 
 
-def _kept_before(calls: Sequence[Kept], held: Sequence[_Held], windows: Sequence[list[int]]) -> torch.Tensor:
-    """(token,), True for the tokens before the patches that some query may attend to."""
-    counts = [_before(holds, own) for holds, own in zip(held, windows, strict=True)]
-    kept = torch.zeros(max(counts), dtype=torch.bool)
-    for call, holds, own, count in zip(calls, held, windows, counts, strict=True):
-        if count not in (0, len(kept)):
-            raise Unplaceable(f"{call.module} has {count} tokens without a patch, where another has {len(kept)}")
-        seen = seen_keys(call).expand(holds.some.shape)
-        kept[:count] |= seen[own, :count].any(0)
+def _kept_without_patch(calls: Sequence[Kept], windows: Sequence[list[_Window]]) -> torch.Tensor:
+    """(token,), of those that hold no patch True for those that some query may attend to.
+
+    They are the same tokens in every window, as a [CLS] is that is copied into every frame.
+    """
+    kept = torch.zeros(max(len(_without_patch(window)) for own in windows for window in own), dtype=torch.bool)
+    for call, own in zip(calls, windows, strict=True):
+        for window in own:
+            tokens = _without_patch(window)
+            seen = seen_keys(call, window.rows)[tokens]
+            leading = tokens == list(range(len(tokens)))
+            patches = [token for token, one in enumerate(window.holds) if one is not None]
+            whole = patches == list(range(patches[0], patches[-1] + 1))
+            same = len(tokens) in (0, len(kept)) and len({len(_without_patch(one)) for one in own}) == 1
+            if seen.any() and not (same and (leading if len(own) > 1 else whole)):
+                raise Unplaceable(
+                    f"{call.module} attends to tokens behind its patches that hold none: padding, or text"
+                )
+            kept[: len(tokens)] |= seen
     return kept
 
 
 def _layer(
-    call: Kept,
-    holds: _Held,
-    windows: Sequence[int],
-    places: dict[tuple[int, int], int],
-    kept: torch.Tensor,
-    size: int,
+    call: Kept, windows: Sequence[_Window], places: dict[tuple[int, int], int], kept: torch.Tensor, size: int
 ) -> Layer:
-    """One call of one example, its tokens at their places: (window, token) of patches, and those before them."""
-    own = list(kept.nonzero().flatten().tolist()) if _before(holds, windows) else []
-    layers, positions = [], []
-    for window in windows:
-        at = {token: number for number, token in enumerate(own)}
-        at |= {token: place for (number, token), place in places.items() if number == window}
-        keep = torch.zeros(call.extent[1], dtype=torch.bool)
+    """One call of one example, its tokens at their places: (window, token) of patches, and those that hold none."""
+    rank = (kept.cumsum(0) - 1).tolist()
+    parts: list[Part] = []
+    for number, window in enumerate(windows):
+        at = {token: rank[place] for place, token in enumerate(_without_patch(window)) if kept[place]}
+        at |= {token: place for (of, token), place in places.items() if of == number}
+        keep = torch.zeros(call.extent[2], dtype=torch.bool)
         keep[list(at)] = True
-        layers.append(call_layer(call, window, keep, keep, {}))
-        positions.append(tuple(at[token] for token in sorted(at)))
-    if positions == [tuple(range(size))]:
-        return layers[0]
-    return WindowLayer(tuple(layers), tuple(positions), size)
+        positions = tuple(at[token] for token in sorted(at))
+        parts.append(Part(call_layer(call, _all_heads(call, window.rows), keep, keep, Seen()), positions, positions))
+    if len(parts) == 1 and parts[0].queries == tuple(range(size)):
+        return parts[0].layer
+    return PlacedLayer(tuple(parts), size)
+
+
+def _all_heads(call: Kept, rows: Rows) -> Rows:
+    """Rows of the values of a call as rows of its queries, of which several may share values."""
+    group = (
+        call.extent[1] // max(1, len({second for _, second in rows})) if len({first for first, _ in rows}) == 1 else 1
+    )
+    if group < 2 or call.extent[1] != group * len(rows):
+        return rows
+    return [(first, second * group + member) for first, second in rows for member in range(group)]
 
 
 def _merging(below: list[Patches], above: list[Patches], before: int, module: str) -> MergingLayer:

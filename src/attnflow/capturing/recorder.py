@@ -1,135 +1,397 @@
-"""The recorder: sees every attention call of a forward pass without changing the model."""
+"""The recorder: sees every attention call of a forward pass, and what feeds it, without changing the model."""
 
 from __future__ import annotations
 
-import re
 import threading
-from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from attnflow.capturing.calls import Call, Kept, LeftOut, WeightedSum, from_multi_head, from_sdpa, given_weights
-from attnflow.capturing.softmax import WeightsByHand
+from attnflow.capturing.calls import (
+    EVALUATE,
+    Call,
+    FusedCall,
+    Kept,
+    LeftOut,
+    WeightedSum,
+    check_reproduces,
+    from_multi_head,
+    from_sdpa,
+    given_weights,
+)
+from attnflow.capturing.labels import Labels, tensors_in
+from attnflow.capturing.softmax import DIFFERENCE, WeightsByHand
 from attnflow.memory import check_memory
 
 # What a module computed as attention weights (batch, head, query, key), if it did: of its name, itself and its output.
 WeightsOf: TypeAlias = Callable[[str, torch.nn.Module, Any], torch.Tensor | None]
 
-_ATTENTION_CLASS = re.compile("attention|attn", re.IGNORECASE)
+# How a source makes tokens.
+Kind: TypeAlias = Literal["input", "embedding", "convolution", "linear", "module"]
+
+_CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_DROPOUTS = frozenset(
+    {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
+)
+_RANDOM = frozenset({torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_, F.rrelu})
+
+# How many random projections of a vector stand for it where two passes are compared.
+PROJECTIONS = 4
+
+_active = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A tensor of one vector per token, from which attention is fed: tokens begin here.
+
+    kind: an input of the model itself, or what an embedding, a convolution, a linear layer or, behind a convolution,
+    any module returned. number: among
+    those of its kind, in the order of the pass. plane: the axes of the tokens, such as (batch, token) or (batch, row,
+    column); label: what it was made of. ids (plane): what an embedding looked up, in a table of so many rows.
+    """
+
+    kind: Kind
+    number: int
+    plane: tuple[int, ...]
+    module: str
+    label: int
+    ids: torch.Tensor | None = None
+
+
+class Fed(NamedTuple):
+    """What feeds a call: the labels of its queries, keys and values; its own bit; the visit of a module it is of."""
+
+    queries: int
+    keys: int
+    values: int
+    bit: int
+    visit: int
 
 
 @dataclass(eq=False)
 class Recording:
-    """What a forward pass did: its attention calls in order, and what tells whether they are all of them.
+    """What a forward pass did: its attention calls in order, and what feeds each of them.
 
-    patches: (batch, row, column) or (batch, frame, row, column) of the last convolution before the first call, which
-    makes the patches of an image or a video, where frames that are convolved one by one belong to the batch; and how
-    many convolutions there were up to it. batch: the number of examples. random_state: of torch, before the pass.
+    marks: what each bit of a label stands for: a source, or the number of a call. outputs, digests: of every call, if
+    the pass is to be compared with others. read: the label of what the model returned, or of the target's scores.
+    constant: modules whose attention has values of no input; lost: modules whose output has no label. differences: the
+    labels of tensors that were subtracted. random_state: of torch, before the pass.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
-    unused_weights: list[tuple[str, tuple[int, ...]]] = field(default_factory=list[tuple[str, tuple[int, ...]]])
-    ran: Counter[str] = field(default_factory=Counter[str])
-    batch: int = 1
-    patches: tuple[int, ...] | None = None
-    convolutions: int = 0
+    fed: list[Fed] = field(default_factory=list[Fed])
+    marks: list[Source | int | None] = field(default_factory=list["Source | int | None"])
+    outputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    digests: list[dict[str, torch.Tensor]] = field(default_factory=list[dict[str, torch.Tensor]])
+    read: int = 0
+    constant: list[str] = field(default_factory=list[str])
+    lost: list[str] = field(default_factory=list[str])
+    differences: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     random_state: torch.Tensor | None = None
+    drew: bool = False
+    dtype: torch.dtype = torch.float32
+    assumed: bool = False
+
+    def settle(self) -> None:
+        """Forget the modules that made tokens, but for those whose output every call is still fed by.
+
+        What they return then runs beside the calls all the way, as the tokens themselves do, and is no query or key.
+        """
+        every = modules = sum(
+            1 << number for number, mark in enumerate(self.marks) if isinstance(mark, Source) and mark.kind == "module"
+        )
+        for fed in self.fed:
+            if fed.queries & modules and fed.values & modules:
+                modules &= fed.queries & fed.keys & fed.values
+        strip = every & ~modules
+        self.fed = [Fed(fed.queries & ~strip, fed.keys & ~strip, fed.values & ~strip, *fed[3:]) for fed in self.fed]
+
+    def sources(self, label: int) -> list[Source]:
+        """The sources in a label, in the order of the pass."""
+        return [mark for number, mark in enumerate(self.marks) if label >> number & 1 and isinstance(mark, Source)]
+
+    def callers(self, label: int) -> list[int]:
+        """The numbers of the calls in a label."""
+        return [mark for number, mark in enumerate(self.marks) if label >> number & 1 and isinstance(mark, int)]
+
+
+@dataclass(frozen=True, eq=False)
+class Attending:
+    """A call that attends, before it is made: its labels, and what makes a `Kept` of it.
+
+    in_tuple: whether it returns more than the weighted values.
+    """
+
+    queries: int
+    keys: int
+    values: int
+    make: Callable[[], Kept]
+    in_tuple: bool = False
 
 
 class Recorder(TorchFunctionMode):
     """Records `scaled_dot_product_attention`, `multi_head_attention_forward` and weights by hand while it is entered.
 
     Hooks tell which module is running; they are removed on leaving, also after an error. The calls themselves go
-    through untouched, and what is kept of them are references to their arguments. With `weights_of`, only what it
-    says is recorded. layers: the calls that are kept; of others only that they were made.
+    through untouched, and what is kept of them are references to their arguments, or with `copies` copies, for models
+    that write into them later. With `weights_of`, only what it says is recorded. layers: the calls that are kept; of
+    others only that they were made. compared: whether what is needed to compare the pass with another is kept.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        batch: int,
         *,
         gradients: bool = False,
         layers: slice = slice(None),
         weights_of: WeightsOf | None = None,
+        compared: bool = False,
+        copies: bool = False,
     ) -> None:
         super().__init__()
-        self._batch, self._layers, self._weights_of = batch, layers, weights_of
+        self._layers, self._weights_of, self._compared, self._copies = layers, weights_of, compared, copies
         self._outputs: list[torch.Tensor] | None = [] if gradients else None
-        self.recording = Recording(batch=batch, random_state=torch.get_rng_state())
+        self._watched: list[tuple[torch.Tensor, int]] = []
         self._model = model
-        self._by_hand = WeightsByHand(batch)
-        self._running = [""]
+        self._labels = Labels()
+        self._by_hand = WeightsByHand(self._labels)
+        self._running, self._visits, self._visited = [""], [0], 0
+        self._seen: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         self._thread = threading.get_ident()
         self._hooks: list[RemovableHandle] = []
+        self._over = self._aside = False
+        self.unwatched: str | None = None
+        self.recording = Recording(random_state=torch.get_rng_state(), assumed=weights_of is not None)
 
     def __enter__(self) -> Recorder:
+        if getattr(_active, "recorder", None) is not None:
+            raise ValueError("capture was called inside a forward pass that is itself being captured; call it outside")
+        _active.recorder = self
         for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name)))
-            self._hooks.append(module.register_forward_hook(partial(self._leave_module, name)))
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._hooks.append(
+                    module.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True)
+                )
+                self._hooks.append(module.register_forward_hook(partial(self._leave_module, name), with_kwargs=True))
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self.recording.unused_weights = self._by_hand.unused()
+        _active.recorder = None
         for hook in self._hooks:
             hook.remove()
 
-    def _enter_module(self, name: str, module: torch.nn.Module, args: Any) -> None:
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give every input tensor a label of its own; the inputs that the model is to get."""
+        marked = list[torch.Tensor]()
+        for x in tensors_in((args, kwargs)):
+            if any(x is other for other in marked):
+                continue
+            marked.append(x)
+            tokens = x.is_floating_point() and x.ndim in (2, 3)
+            source = Source("input", self._seen["input"], tuple(x.shape[:-1]), "", 0) if tokens else None
+            self._seen["input"] += 1
+            self._labels.mark_input(x, self._mark(source))
+        return args, kwargs
+
+    def _mark(self, what: Source | int | None) -> int:
+        self.recording.marks.append(what)
+        return 1 << (len(self.recording.marks) - 1)
+
+    def finish(self, output: Any) -> None:
+        """Say that the pass is over: what follows is the target, in which nothing attends. Notes what was read."""
+        self._over = True
+        self.recording.read = self._labels.of_all(output)
+
+    def _enter_module(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
         if threading.get_ident() == self._thread:  # another thread may run the same model, unwatched
             self._running.append(name)
-            self.recording.ran[name] += 1
+            self._visited += 1
+            self._visits.append(self._visited)
 
-    def _leave_module(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _leave_module(self, name: str, module: torch.nn.Module, args: Any, *kwargs_and_output: Any) -> Any:
+        # While another thread removes its hooks from a module, torch may call this one without keyword arguments.
+        *kwargs, output = kwargs_and_output
         if threading.get_ident() != self._thread:
-            return
+            return None
         self._running.pop()
+        self._visits.pop()
+        self._aside = True
+        try:
+            return self._left(name, module, args, kwargs, output)
+        finally:
+            self._aside = False
+
+    def _left(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Look at what a module returned: weights that were asked for, a lost label, tokens made of a signal.
+
+        Returns what the model gets instead, or None.
+        """
         weights = self._weights_of(name, module, output) if self._weights_of else None
         if weights is not None:
-            self._keep(given_weights(name, weights, self._batch), weights)
+            before = self.recording.fed[-1].bit if self.recording.fed else self._labels.of_all(args)
+            self._keep(given_weights(name, weights), weights, (before, before, before))
+        unlabelled = [x for x in tensors_in(output) if x.is_floating_point() and not self._labels.of(x)]
+        if unlabelled and (label := self._labels.of_all(args) | self._labels.of_all(kwargs)):
+            self.recording.lost.append(name)
+            self._labels.set(unlabelled, label)
+        if isinstance(output, torch.Tensor) and output.ndim > 1:
+            label = self._labels.of(output)
+            kinds = {source.kind for source in self.recording.sources(label)}
+            if "convolution" in kinds and "embedding" not in kinds and not self.recording.callers(label):
+                return self._source("module", tuple(output.shape[:-1]), output)
+        return None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let the call through, then keep its arguments if it is attention."""
+        """Let the call through, then keep its arguments if it is attention, or pass labels on if it is not."""
         kwargs = kwargs or {}
+        if self._aside:
+            return func(*args, **kwargs)
+        attending = None if self._over or self._weights_of else self._attending(func, args, kwargs)
+        if attending is not None:
+            return self._attend(attending, func, args, kwargs)
         output = func(*args, **kwargs)
-        module = self._running[-1]
-        if func in (F.conv2d, F.conv3d) and not self.recording.calls:
-            output = self._convolved(output, 2 if func is F.conv2d else 3)
-        elif self._weights_of:
-            pass
-        elif func is F.scaled_dot_product_attention:
-            self._keep(from_sdpa(module, output, *args, **kwargs), output)
-        elif func is F.multi_head_attention_forward:
-            self._keep(from_multi_head(module, output, *args, **kwargs), output[0])
-        elif (weighted := self._by_hand.see(module, func, args, kwargs, output)) is not None:
-            self._keep(weighted, output)
+        label = self._labels.pass_on(func, args, kwargs, output)
+        if label and not self._over:
+            output = self._begin(func, args, kwargs, output)
+            self._refuse_chance(func, args, kwargs)
+            if func in DIFFERENCE:
+                self._note_difference(*args[:2])
+            self._by_hand.follow(self._running[-1], func, args, kwargs, output)
         return output
 
-    def _convolved(self, output: torch.Tensor, axes: int) -> torch.Tensor:
-        batch = output.shape[0] if output.ndim == axes + 2 else 1
-        if batch % self.recording.batch == 0 or output.ndim != axes + 2:  # else it is of a table of positions (XCiT)
-            self.recording.patches = (batch, *output.shape[-axes:])
-            self.recording.convolutions += 1
+    def _note_difference(self, one: Any, other: Any = None) -> None:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
+            self.recording.differences.append((self._labels.of(one), self._labels.of(other)))
+
+    def _attending(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attending | None:
+        """The call that is about to attend, if it is one, between tensors that come from inputs."""
+        if func is F.scaled_dot_product_attention or func is F.multi_head_attention_forward:
+            names = ("query", "key", "value")
+            given = [kwargs[name] if name in kwargs else args[place] for place, name in enumerate(names)]
+            labels = [self._labels.of(x) for x in given]
+            module = self._running[-1]
+            refuse_functorch(module, given[2])
+            if not labels[2]:
+                self.recording.constant.append(module)
+                return None
+            fused = func is F.scaled_dot_product_attention
+            make = from_sdpa if fused else from_multi_head
+            return Attending(labels[0], labels[1], labels[2], lambda: make(module, *args, **kwargs), in_tuple=not fused)
+        weighing = self._by_hand.weighing(func, args)
+        return weighing and Attending(weighing.queries, weighing.keys, weighing.values, weighing.make)
+
+    def _attend(self, attending: Attending, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that attends, and keep it; what the model gets as its output."""
+        call, output = attending.make(), func(*args, **kwargs)
+        main = output[0] if attending.in_tuple else output
+        check_reproduces(call, main)
+        if self._compared:
+            self.recording.outputs.append(main.detach().clone())
+        kept = self._keep(call, main, (attending.queries, attending.keys, attending.values))
+        return (kept, *output[1:]) if attending.in_tuple else kept
+
+    def _begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Mark an output in which tokens begin: looked up, made of a signal by a convolution, of pixels by a layer."""
+        x: Any = args[0] if args else kwargs.get("input")
+        if func is F.embedding:
+            label = self._labels.of(x)
+            if label and not self.recording.callers(label):
+                return self._source("embedding", tuple(x.shape), output, x)
+        elif (axes := _CONVOLUTIONS.get(func)) is not None:
+            label = self._labels.of(x)
+            signal = all(source.kind != "embedding" for source in self.recording.sources(label))
+            if label and signal and not self.recording.callers(label):
+                batch = output.shape[0] if output.ndim == axes + 2 else 1
+                return self._source("convolution", (batch, *output.shape[-axes:]), output)
+        elif func is F.linear and output.ndim > 2:
+            label = self._labels.of(x)
+            if label and not self.recording.sources(label) and not self.recording.callers(label):
+                return self._source("linear", tuple(output.shape[:-1]), output)
         return output
 
-    def _keep(self, call: Kept, output: torch.Tensor) -> None:
-        if isinstance(call, WeightedSum) and not self.recording.calls:
-            self._check_room(call)
-        if self._outputs is None:
-            self.recording.calls.append(replace(call, v=None))
+    def _source(self, kind: Kind, plane: tuple[int, ...], output: Any, ids: torch.Tensor | None = None) -> Any:
+        label = self._labels.of(output)
+        source = Source(kind, self._seen[kind], plane, self._running[-1], label, ids)
+        self._seen[kind] += 1
+        changed = self._changed(source, output)
+        self._labels.set(changed, label | self._mark(source))
+        return changed
+
+    def _changed(self, source: Source, output: torch.Tensor) -> torch.Tensor:
+        """What the model gets in the place of a source's output."""
+        return output
+
+    def _refuse_chance(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ValueError for what a module does at random, or differently, because it is in training mode."""
+        if func in _DROPOUTS:
+            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+            happens = training and p > 0
         else:
-            self.recording.calls.append(call)
+            module = self._module()
+            happens = (func in _RANDOM or func is F.batch_norm) and module is not None and module.training
+        if happens:
+            raise ValueError(f"{self._running[-1] or 'the model'} drops or normalises as in training mode; {EVALUATE}")
+
+    def _module(self) -> torch.nn.Module | None:
+        name = self._running[-1]
+        return self._model.get_submodule(name)
+
+    def _keep(self, call: Kept, output: torch.Tensor, labels: tuple[int, int, int]) -> torch.Tensor:
+        """Keep a call, and give its output the label of the call alone; what the model gets as the output."""
+        refuse_functorch(call.module, output)
+        recording = self.recording
+        if not recording.calls:
+            recording.dtype = output.dtype
+            if isinstance(call, WeightedSum) and not recording.assumed:
+                self._check_room(call)
+        if self._compared:
+            recording.digests.append(
+                {name: digest(x) for name in ("q", "k", "v") if (x := getattr(call, name, None)) is not None}
+            )
+        call = self._own(call)
+        if self._outputs is None:
+            recording.calls.append(replace(call, v=None))
+        else:
+            if not torch.is_grad_enabled():
+                self.unwatched = self.unwatched or call.module
+            recording.calls.append(call)
             # Where no parameter takes part in gradients, the first call's output begins the graph.
             self._outputs.append(output if output.requires_grad else output.requires_grad_())
+            self._watch(output)
+            output = output.clone() if self._copies else output
+        bit = self._mark(len(recording.calls) - 1)
+        recording.fed.append(Fed(*labels, bit, self._visits[-1]))
+        self._labels.set(output, bit)
         self._leave_out(self._certainly_left_out())
+        return output
+
+    def _own(self, call: Kept) -> Kept:
+        """The call with tensors that the model cannot overwrite, or that are watched for it."""
+        names = ("q", "k", "mask", "v") if isinstance(call, FusedCall) else ("weights", "v")
+        if self._copies:
+            return replace(call, **{name: x.clone() for name in names if (x := getattr(call, name)) is not None})
+        for name in names if self._outputs is not None else names[:-1]:
+            if (x := getattr(call, name)) is not None:
+                self._watch(x)
+        return call
+
+    def _watch(self, x: torch.Tensor) -> None:
+        self._watched.append((x, -1 if x.is_inference() else x._version))  # pyright: ignore[reportPrivateUsage]
+
+    def overwritten(self) -> bool:
+        """Whether the model wrote into something that was kept, or may have done so unseen."""
+        return any(version < 0 or x._version != version for x, version in self._watched)  # pyright: ignore[reportPrivateUsage]
 
     def _certainly_left_out(self) -> set[int]:
         """The calls made so far that the asked layers will not have among them, however many calls follow."""
@@ -141,7 +403,7 @@ class Recorder(TorchFunctionMode):
     def _leave_out(self, numbers: set[int]) -> None:
         calls = self.recording.calls
         for number in numbers & set(range(len(calls))):
-            calls[number] = LeftOut(calls[number].module, calls[number].extent, calls[number].cross)
+            calls[number] = LeftOut(calls[number].module, calls[number].extent)
 
     def choose_layers(self) -> None:
         """Once all calls are made, let go of the rest that was not asked for.
@@ -158,7 +420,7 @@ class Recorder(TorchFunctionMode):
 
     def _check_room(self, call: WeightedSum) -> None:
         """Refuse weights of all layers, which models that compute their own attention give, where they cannot fit."""
-        kind = type(dict(self._model.named_modules())[call.module])
+        kind = type(self._model.get_submodule(call.module))
         layers = len(range(sum(type(module) is kind for module in self._model.modules()))[self._layers])
         check_memory(
             layers * call.weights.nbytes,
@@ -169,13 +431,58 @@ class Recorder(TorchFunctionMode):
         )
 
     def backward(self, target: torch.Tensor) -> None:
-        """Give every recorded call the gradient of a scalar with respect to what it returned."""
+        """Give every recorded call the gradient of a scalar with respect to what it returned.
+
+        Raises ValueError where the target was made of a call and no gradient reaches it.
+        """
         assert self._outputs is not None
-        gradients = torch.autograd.grad(target, self._outputs, allow_unused=True, materialize_grads=True)
-        self.recording.calls = [
-            call if isinstance(call, LeftOut) else call.with_gradient(gradient)
-            for call, gradient in zip(self.recording.calls, gradients, strict=True)
+        recording = self.recording
+        nothing = [None] * len(self._outputs)
+        gradients = torch.autograd.grad(target, self._outputs, allow_unused=True) if target.requires_grad else nothing
+        below = reached(recording, recording.read)
+        for call, gradient, fed in zip(recording.calls, gradients, recording.fed, strict=True):
+            if gradient is None and below & fed.bit:
+                where = (
+                    f"{self.unwatched} runs with gradients switched off (no_grad, inference_mode or reentrant "
+                    "checkpointing)"
+                    if self.unwatched is not None
+                    else "something between them has no gradient (a detached tensor, numbers rounded to int8)"
+                )
+                raise ValueError(
+                    f"no gradient of the target reaches the attention of {call.module or 'the model'}, though the "
+                    f"target was computed from it: {where}; let gradients through, or capture without target="
+                )
+        recording.calls = [
+            call
+            if isinstance(call, LeftOut)
+            else call.with_gradient(torch.zeros_like(output) if gradient is None else gradient)
+            for call, gradient, output in zip(recording.calls, gradients, self._outputs, strict=True)
         ]
+
+
+def refuse_functorch(module: str, x: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that exists only inside a transformation of torch.func."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
+        raise ValueError(
+            f"{module or 'the model'} attends inside torch.func (vmap, grad): its tensors cannot be kept; capture the "
+            "model that is mapped over its inputs"
+        )
+
+
+def reached(recording: Recording, label: int) -> int:
+    """A label with the labels of all that its calls were fed by, down to the inputs."""
+    for fed in reversed(recording.fed):
+        if label & fed.bit:
+            label |= fed.queries | fed.keys | fed.values
+    return label
+
+
+def digest(x: torch.Tensor) -> torch.Tensor:
+    """(..., PROJECTIONS + 1): a few random projections of each vector along the last axis, and its length."""
+    generator = torch.Generator().manual_seed(x.shape[-1])
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    directions = torch.randn(x.shape[-1], PROJECTIONS, generator=generator).to(x)
+    return torch.cat([x @ directions, x.norm(dim=-1, keepdim=True)], -1)
 
 
 def record(
@@ -186,73 +493,80 @@ def record(
     *,
     layers: slice = slice(None),
     weights_of: WeightsOf | None = None,
+    compared: bool = False,
+    copies: bool = False,
 ) -> tuple[Recording, Any]:
     """Run the model once; the recording and the model's output.
 
-    target: makes a tensor of the model's output, whose sum is differentiated with respect to every call's output; the
-    examples of a batch do not touch each other, so each call's gradient is that of its own example's target. Without
-    one no gradients are computed. Parameters' gradients are left as they were. layers, weights_of: see `Recorder`.
+    target: gives the scores (example,) of the model's output whose sum is differentiated with respect to what every
+    call returned; each call then keeps the gradient of its own example's target. Without
+    one no gradients are computed. Parameters' gradients are left as they were. layers, weights_of, compared, copies:
+    see `Recorder`. A model that writes into what was kept runs once more, and copies are kept.
 
-    Raises ValueError if no attention call was seen, or not every one: names the module and the way out.
+    Raises ValueError if no attention call was seen, and where the graph of gradients is cut.
     """
-    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim), None)
-    batch = len(first) if first is not None else 1
-    with torch.set_grad_enabled(target is not None):
-        gradients = target is not None
-        with Recorder(model, batch, gradients=gradients, layers=layers, weights_of=weights_of) as recorder:
+    state = torch.get_rng_state()
+    recorder = Recorder(
+        model, gradients=target is not None, layers=layers, weights_of=weights_of, compared=compared, copies=copies
+    )
+    with torch.inference_mode(False), torch.set_grad_enabled(target is not None), eagerly():
+        args, kwargs = _own_inputs(args), _own_inputs(kwargs)
+        with recorder:
+            args, kwargs = recorder.given(args, kwargs)
             output = model(*args, **kwargs)
-        if weights_of is None:
-            _check_complete(model, recorder.recording)
-        elif not recorder.recording.calls:
-            raise ValueError(f"weights= found no attention in any of the modules of {type(model).__name__} that ran")
+            recorder.finish(output)
+            scores = None if target is None else target(output)
+            if scores is not None:
+                recorder.finish(scores)
+        if not recorder.recording.calls:
+            raise ValueError(_nothing_seen(model, recorder.recording))
+        recorder.recording.settle()
+        recorder.recording.drew = not state.equal(torch.get_rng_state())
         recorder.choose_layers()
-        if target is not None:
-            recorder.backward(target(output).sum())
+        if recorder.overwritten() and not copies:
+            torch.set_rng_state(state)
+            return record(
+                model, args, kwargs, target, layers=layers, weights_of=weights_of, compared=compared, copies=True
+            )
+        if scores is not None:
+            recorder.backward(scores.sum())
     return recorder.recording, output
 
 
-def _check_complete(model: torch.nn.Module, recording: Recording) -> None:
-    callers = Counter(call.module for call in recording.calls)
-    unseen = [name for name in _attention_modules(model, recording.ran) if not _covered(name, callers)]
-    unseen += [name for name, calls in callers.items() if calls % recording.ran[name]]
-    extents = {call.extent[1:] for call in recording.calls}
-    own = [
-        name
-        for name, shape in recording.unused_weights
-        if shape[-2:] in extents or (not extents and shape[-2] == shape[-1])
-    ]
-    if not (unseen or own) and recording.calls:
-        return
+def eagerly() -> AbstractContextManager[Any]:
+    """Run compiled parts of a model as they were written, so that they are seen (torch 2.6 and newer)."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if stance is None else stance("force_eager")
+
+
+def _own_inputs(values: Any) -> Any:
+    """Inputs without those tensors that are made in inference mode, which no gradient can pass."""
+    if isinstance(values, torch.Tensor):
+        return values.clone() if values.is_inference() else values
+    if isinstance(values, dict):
+        return {name: _own_inputs(value) for name, value in values.items()}
+    if type(values) in (tuple, list):
+        return type(values)(_own_inputs(value) for value in values)
+    return values
+
+
+def _nothing_seen(model: torch.nn.Module, recording: Recording) -> str:
     kind = type(model).__name__
-    if unseen or own:
-        where = ", ".join(dict.fromkeys(repr(name) for name in (own or unseen)[:3]))
-        seen = f"{len(recording.calls)} other calls were seen" if recording.calls else "no call was seen"
-        reason = f"attention in {where} of {kind} goes by a way that capture does not know ({seen})"
-    else:
-        reason = f"no attention was seen in {kind}: it calls no attention of torch, and multiplies nothing by a softmax"
-    raise ValueError(f"{reason}; {_remedy(model)}")
-
-
-def _attention_modules(model: torch.nn.Module, ran: Counter[str]) -> list[str]:
-    """Modules that ran and whose class says that they are attention."""
-    modules = model.named_modules()
-    return [name for name, module in modules if ran[name] and _ATTENTION_CLASS.search(type(module).__name__)]
-
-
-def _covered(name: str, callers: Counter[str]) -> bool:
-    """Whether a call was made by this module, by one inside it, or by the one around it."""
-    return any(
-        caller == name or caller.startswith(f"{name}.") or not caller or name.startswith(f"{caller}.")
-        for caller in callers
+    if recording.assumed:
+        return f"weights= found no attention in any of the modules of {kind} that ran"
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        return (
+            f"no attention was seen in {kind}: {scripted[0] or 'the model'} is a scripted module, and nothing inside "
+            "it can be seen; capture the module that it was made from"
+        )
+    if recording.constant:
+        return (
+            f"no attention between inputs was seen in {kind}: the values of {recording.constant[0] or 'its attention'} "
+            "come from no input tensor of the model (made from numpy, or from parameters alone)"
+        )
+    return (
+        f"no attention was seen in {kind}: it calls no attention of torch, and multiplies nothing by a softmax; if it "
+        "has Transformer layers of its own kind, name the modules that output their weights with weights=, or give the "
+        "weights that it returns to attnflow.Trace.from_arrays"
     )
-
-
-def _remedy(model: torch.nn.Module) -> str:
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    weights = (
-        "say which modules output their weights with weights=, or take the weights that the model returns and give "
-        "them to attnflow.Trace.from_arrays"
-    )
-    if implementation not in (None, "sdpa", "eager"):
-        return f"it was loaded with attn_implementation={implementation!r}: call model.set_attn_implementation('sdpa')"
-    return f"if it has Transformer layers of its own kind, {weights}"

@@ -1,0 +1,102 @@
+"""What moves information between positions beside the recorded calls: the first module in which it shows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from attnflow.capturing.dataflow import Dataflow
+from attnflow.capturing.labels import tensors_in
+from attnflow.capturing.proof import Key, Layout, Replay, changed, masks_over, replay
+from attnflow.capturing.recorder import Recording, digest
+
+
+class _Passing(NamedTuple):
+    """A tensor that enters or leaves a module: digests of its vectors, (example or 1, position, ...), by its stream."""
+
+    module: str
+    enters: bool
+    stream: int
+    vectors: torch.Tensor
+
+
+class _Watch(Replay):
+    """A replay that notes every tensor with an axis of as many positions as a stream has, as it enters and leaves."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        first: Recording,
+        masks: Mapping[Key, torch.Tensor],
+        layouts: Mapping[int, Layout],
+    ) -> None:
+        super().__init__(model, first, masks)
+        self._layouts = layouts
+        self.passing: list[_Passing] = []
+
+    def _enter_module(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
+        super()._enter_module(name, module, args, kwargs)
+        if threading.get_ident() == self._thread:
+            self._aside = True
+            self._note(name, (args, kwargs), enters=True)
+            self._aside = False
+
+    def _left(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        super()._left(name, module, args, kwargs, output)
+        self._note(name, output, enters=False)
+
+    def _note(self, name: str, values: Any, *, enters: bool) -> None:
+        for x in tensors_in(values):
+            if not x.is_floating_point() or not self._labels.of(x):
+                continue
+            for stream, layout in self._layouts.items():
+                vectors = _by_position(x.detach(), layout)
+                if vectors is not None:
+                    self.passing.append(_Passing(name, enters, stream, digest(vectors)))
+
+
+def _by_position(x: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+    """A tensor as one vector per example and position; None if no axis is of the positions."""
+    axes = [axis for axis in range(x.ndim) if x.shape[axis] == layout.size]
+    batched = x.ndim > 2 and x.shape[0] == layout.batch
+    axes = [axis for axis in axes if axis or not batched]
+    if not axes or x.ndim < 2:
+        return None
+    return x.movedim(axes[0], 1).flatten(2) if batched else x.movedim(axes[0], 0).flatten(1)[None]
+
+
+def first_mixer(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recording: Recording,
+    flow: Dataflow,
+    layouts: Mapping[int, Layout],
+) -> str | None:
+    """The first module out of which more positions come changed than went in; None where no module shows it.
+
+    A module whose own parts had changed positions going in that it had not is itself what mixed them.
+    """
+    masks = masks_over(flow, layouts)
+    watched: list[list[_Passing]] = []
+    for run in ({}, masks):
+        again = _Watch(model, recording, run, layouts)
+        replay(model, args, kwargs, again)
+        watched.append(again.passing)
+    due: dict[int, torch.Tensor] = {}
+    for number, layout in layouts.items():
+        mask = None if layout.source is None else masks[layout.source.kind, layout.source.number]
+        if mask is not None:
+            due[number] = layout.positions(mask)
+    for before, after in zip(*watched, strict=False):
+        if before.stream not in due or before.vectors.shape != after.vectors.shape:
+            continue
+        expected = due[before.stream]
+        if len(before.vectors) == 1:
+            expected = expected.any(0, keepdim=True)
+        if (changed(before.vectors, after.vectors, recording.dtype) & ~expected).any():
+            return before.module.rpartition(".")[0] if before.enters else before.module
+    return None

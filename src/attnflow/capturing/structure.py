@@ -1,0 +1,295 @@
+"""From a recorded pass to its structure: dataflow, proof, places, remembered for as long as the model lives."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from attnflow.capturing import placing
+from attnflow.capturing.dataflow import Dataflow, Misfit, common_path, dataflow, towers
+from attnflow.capturing.labels import tensors_in
+from attnflow.capturing.mixers import first_mixer
+from attnflow.capturing.proof import KINDS, Proof, assume, prove, sizes_of
+from attnflow.capturing.recorder import Recording, Source
+
+Mixers: TypeAlias = Literal["refuse", "allow"]
+
+
+_NOT_POSITIONS = (
+    "what they attend between are no positions of the input, but channels perhaps: when some tokens are changed, "
+    "others change in the same call"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """How the calls of a pass make up a graph: in order (proof), or placed patch by patch (held, source, batch)."""
+
+    flow: Dataflow
+    proof: Proof | None
+    held: tuple[placing.Held, ...] = ()
+    source: Source | None = None
+    batch: int = 1
+
+    def placed(self, recording: Recording) -> list[placing.Placed]:
+        """The examples of a pass whose calls are placed patch by patch; `placing.Unplaceable` where they cannot be.
+
+        Frames of a video come in reading order, and patches that stand in an order of chance.
+        """
+        assert self.source is not None
+        in_order = recording.drew or len(self.source.plane) > 3 or math.prod(self.source.plane[:1]) > self.batch
+        return placing.place(recording, self.held, self.source, self.batch, in_order=in_order)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What was proved, for the recipe."""
+        if self.proof is None:
+            isolation = places = "asked of the model, patch by patch"
+        elif self.proof.asked:
+            isolation = "proved" if self.proof.mixers is None else f"{self.proof.mixers} mixes positions unseen"
+            places = "proved" if self.proof.mixers is None else "assumed"
+        else:
+            isolation = places = "assumed (prove=False)"
+        return {"dataflow": "by labels", "isolation": isolation, "reproduction": "weights x values", "places": places}
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A structure with what it was found on: the calls with what feeds them, and the values that places hang on."""
+
+    calls: Any
+    values: bytes | None
+    structure: Structure
+
+
+_known: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, _Known]] = weakref.WeakKeyDictionary()
+
+
+def known(model: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a model was asked before about inputs of these shapes."""
+    found = _known.get(model, {}).get(_shapes(model, (args, kwargs)))
+    return found is not None and found.values in (None, _values((args, kwargs)))
+
+
+def recall(model: torch.nn.Module, args: Any, kwargs: Any, recording: Recording) -> Structure | None:
+    """What was found out before about such a pass, if the calls are fed as they were then."""
+    found = _known.get(model, {}).get(_shapes(model, (args, kwargs)))
+    if found is None or found.calls != _calls(recording):
+        return None
+    flow, structure = dataflow(recording), found.structure
+    own = {(mark.kind, mark.number): mark for mark in recording.marks if isinstance(mark, Source)}
+
+    def now(source: Source | None) -> Source | None:  # with the token ids of this pass
+        return source and own[source.kind, source.number]
+
+    proof = structure.proof
+    if proof is not None:
+        layouts = {stream: replace(layout, source=now(layout.source)) for stream, layout in proof.layouts.items()}
+        proof = replace(proof, layouts=layouts)
+    return replace(structure, flow=flow, proof=proof, source=now(structure.source))
+
+
+def find(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recording: Recording,
+    hidden: Mapping[str, Any],
+    *,
+    asks: bool,
+    mixers: Mixers,
+) -> Structure:
+    """The structure of a pass, asked of the model or, without `asks`, assumed where sizes leave a choice.
+
+    hidden: see `masks_of`. Raises ValueError with the reason where the calls make up no graph, and where something
+    beside them moves information between positions, which `mixers="allow"` turns into a warning.
+    """
+    try:
+        flow = dataflow(recording)
+        _refuse_towers(model, recording, flow)
+        structure = _structure(model, args, kwargs, recording, flow, hidden, asks=asks, mixers=mixers)
+    except (Misfit, placing.Unplaceable) as error:
+        raise ValueError(_no_graph(model, recording, str(error))) from None
+    if asks and not recording.drew:
+        patches = structure.held or any(
+            layout.source is not None and layout.source.kind in ("convolution", "linear", "module")
+            for layout in (structure.proof.layouts.values() if structure.proof else ())
+        )
+        values = _values((args, kwargs)) if patches else None
+        of_model = _known.setdefault(model, {})
+        of_model[_shapes(model, (args, kwargs))] = _Known(_calls(recording), values, structure)
+    return structure
+
+
+def _structure(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recording: Recording,
+    flow: Dataflow,
+    hidden: Mapping[str, Any],
+    *,
+    asks: bool,
+    mixers: Mixers,
+) -> Structure:
+    padding = {stream: mask == 0 for stream, mask in masks_of(flow, hidden).items() if isinstance(mask, torch.Tensor)}
+    likely = assume(recording, flow)
+    if not asks and likely is not None:
+        return Structure(flow, likely)
+    reason = _unfit(recording, flow) if likely is None else _NOT_POSITIONS
+    for kinds in (KINDS[:-1], KINDS):
+        if asks and (proof := prove(model, args, kwargs, recording, flow, padding, kinds)) is not None:
+            return Structure(flow, proof)
+        source = _signal(flow)
+        if source is not None and kinds != KINDS:
+            try:
+                return _placed(model, args, kwargs, recording, flow, source)
+            except placing.Unplaceable as error:
+                reason = str(error)
+    name = None if likely is None else first_mixer(model, args, kwargs, recording, flow, likely.layouts)
+    if likely is None or name is None:
+        raise Misfit(reason)
+    said = (
+        f"{name or type(model).__name__} moves information between positions, and is no attention that capture sees: "
+        "when some tokens are changed and all recorded calls return what they did, others change there too"
+    )
+    if mixers == "refuse":
+        raise ValueError(
+            f"{said}; {_remedy(model)}, or explain the recorded attention alone with mixers='allow', which the recipe "
+            "says"
+        )
+    warnings.warn(f"{said}; what follows explains the recorded attention alone", stacklevel=4)
+    return Structure(flow, Proof(likely.layouts, likely.orders, None, name or type(model).__name__))
+
+
+def _placed(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recording: Recording,
+    flow: Dataflow,
+    source: Source,
+) -> Structure:
+    held = tuple(placing.ask(model, args, kwargs, recording, source))
+    structure = Structure(flow, None, held, source, _batch(flow, source, args, kwargs))
+    structure.placed(recording)
+    return structure
+
+
+def _batch(flow: Dataflow, source: Source, args: Any, kwargs: Any) -> int:
+    """How many examples there are where frames may be convolved one by one: as the tokens or the first input say."""
+    texts = [other.plane[0] for other in flow.streams[0].sources if other.kind == "embedding" and len(other.plane) == 2]
+    first = next((x for x in tensors_in((args, kwargs)) if x.ndim), None)
+    images = math.prod(source.plane[:1])
+    sizes = [*texts, *([] if first is None else [len(first)]), images]
+    return next(size for size in sizes if images % size == 0)
+
+
+def _signal(flow: Dataflow) -> Source | None:
+    """The patches of the only stream there is: its last convolution in space."""
+    first, *others = flow.joint
+    if others:
+        return None
+    own = [source for source in flow.streams[first].sources if source.kind == "convolution" and len(source.plane) > 2]
+    return own[-1] if own else None
+
+
+def masks_of(flow: Dataflow, inputs: Mapping[str, Any]) -> dict[int, Any]:
+    """What the inputs say of padding, by stream: `attention_mask` and its kin, as Hugging Face names them."""
+    if len(flow.joint) == 1:
+        return {flow.joint[0]: inputs.get("attention_mask")}
+    first, *_, last = flow.joint
+    given = not flow.streams[first].groups  # states that another model made
+    own, other = ("attention_mask", "encoder_attention_mask") if given else ("decoder_attention_mask", "attention_mask")
+    return {first: inputs.get(other), last: inputs.get(own)}
+
+
+def _refuse_towers(model: torch.nn.Module, recording: Recording, flow: Dataflow) -> None:
+    """Raise Misfit for several towers, which are no single graph."""
+    sets = towers(recording, flow)
+    made_of = any(stream.made_of for stream in flow.streams)
+    if len(sets) < 2 and not made_of:
+        return
+    if len({tuple(dict.fromkeys(names)) for names in sets}) < len(sets):
+        raise Misfit(
+            f"{len(sets)} passes through {common_path(sets[0]) or type(model).__name__}, which are no single graph; "
+            "capture that module with one input at a time"
+        )
+    names = " and ".join(f"model.{path}" for path in distinct_paths(sets))
+    raise Misfit(f"several towers, {names}, which are no single graph; capture one of them with what it takes")
+
+
+def distinct_paths(sets: list[list[str]]) -> list[str]:
+    """The modules that hold each of some sets of modules, no further than it takes to tell them from each other."""
+    paths = [common_path(names).split(".") for names in sets]
+    shared = next((depth for depth, names in enumerate(zip(*paths, strict=False)) if len(set(names)) > 1), 0)
+    return [".".join(path[: shared + 1]) for path in paths]
+
+
+def _unfit(recording: Recording, flow: Dataflow) -> str:
+    """Why no tokens of the input are the positions of the calls."""
+    if sizes_of(recording, flow) is None:
+        return "they have more tokens in some places than in others, and no patches by which they could be placed"
+    planes = [
+        f"{source.module or 'the input'} {tuple(source.plane)}"
+        for number in flow.joint
+        for source in flow.streams[number].sources
+    ]
+    if not planes:
+        return "their tokens come from no embedding, convolution or input of one vector per token"
+    return f"their tokens are not those that the model was given ({', '.join(planes[:4])})"
+
+
+def _no_graph(model: torch.nn.Module, recording: Recording, reason: str) -> str:
+    shown = list(dict.fromkeys(" x ".join(map(str, call.extent)) for call in recording.calls))
+    return (
+        f"the attention calls of {type(model).__name__} are no graph that can be explained; (outer x outer x query x "
+        f"key) is {', '.join(shown[:4])}{', ...' if len(shown) > 4 else ''}: {reason}"
+    )
+
+
+def _remedy(model: torch.nn.Module) -> str:
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if implementation not in (None, "sdpa", "eager"):
+        return (
+            f"the model was loaded with attn_implementation={implementation!r}: call "
+            "model.set_attn_implementation('sdpa')"
+        )
+    return "if it is attention, name the modules that output its weights with weights="
+
+
+def _shapes(model: torch.nn.Module, values: Any) -> Any:
+    """What must be alike for a structure to be recalled: the model's modules, and the inputs but for their numbers."""
+    modules = hash(tuple((name, id(module)) for name, module in model.named_modules()))
+    return modules, _described(values)
+
+
+def _described(values: Any) -> Any:
+    if isinstance(values, torch.Tensor):
+        return tuple(values.shape), str(values.dtype), str(values.device)
+    if isinstance(values, Mapping):
+        return tuple((name, _described(value)) for name, value in values.items())
+    if isinstance(values, tuple | list):
+        return tuple(_described(value) for value in values)
+    return repr(values)
+
+
+def _values(values: Any) -> bytes:
+    """The numbers of all input tensors but the largest, on which the places of patches may hang (masks, noise)."""
+    found = sorted(tensors_in(values), key=lambda x: -x.numel())[1:]
+    digest = hashlib.sha256()
+    for x in found:
+        digest.update(x.detach().float().cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def _calls(recording: Recording) -> Any:
+    pairs = zip(recording.calls, recording.fed, strict=True)
+    return [(call.module, call.extent, fed[:4]) for call, fed in pairs]
