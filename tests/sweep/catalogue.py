@@ -69,7 +69,22 @@ def timm_cases(everything=False):
     return sorted(Case(0, "timm", min(names, key=size), module) for (module, _), names in kept.items())
 
 
-WORDS = ("test", "atto", "femto", "pico", "nano", "xxs", "xxtiny", "xtiny", "tiny", "xs", "micro", "mini", "small", "_s")
+WORDS = (
+    "test",
+    "atto",
+    "femto",
+    "pico",
+    "nano",
+    "xxs",
+    "xxtiny",
+    "xtiny",
+    "tiny",
+    "xs",
+    "micro",
+    "mini",
+    "small",
+    "_s",
+)
 
 
 def size(name):

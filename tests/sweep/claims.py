@@ -1,0 +1,239 @@
+"""What a trace claims of the routes through a model, held to what really happens.
+
+Three things are asked. Order: where a layer reads a position that a layer below it wrote, the values of its call must
+depend on that call. Influence: one token, or one patch of pixels, is changed; positions whose values change at a call
+must be reached, in the trace, from what was changed. Isolation: with the results of all calls silenced, nothing may
+change but the position itself.
+"""
+
+import random
+
+import numpy as np
+import torch
+
+from sweep.spy import watch
+
+CHANGED = 1e-5
+
+
+def order(calls, found, layers):
+    """Faults of order and of reading: sentences, empty if there are none."""
+    faults, reads, writes = [], [], []
+    for one in found:
+        columns = one.columns[one.columns >= 0]
+        reads.append(set(columns.tolist()))
+        writes.append(set(one.rows[one.rows >= 0].tolist()))
+    for late, call in enumerate(calls):
+        for early, below in enumerate(calls):
+            depends = bool(call.depends & (2 << below.number))
+            if depends and found[early].layer >= found[late].layer:
+                faults.append(
+                    f"layer {found[late].layer} ({call.module}) needs what {below.module} gives, but is not above it"
+                )
+            if depends or found[early].layer >= found[late].layer:
+                continue
+            between = layers[found[early].layer : found[late].layer + 1]
+            same = all(w[0].shape[1] == w[0].shape[2] == between[0][0].shape[1] for w in between[:-1])
+            shared = reads[late] & writes[early]
+            if same and shared:
+                faults.append(
+                    f"layer {found[late].layer} ({call.module}) is said to read at {len(shared)} positions what layer "
+                    f"{found[early].layer} ({below.module}) wrote, and does not"
+                )
+    return faults
+
+
+def reaching(layers, example, height, silent=False):
+    """Which positions a layer's keys can be reached from: boolean (key of that layer, input position).
+
+    silent: as if layers that keep their positions gave nothing, so that only merging moves anything.
+    """
+    size = layers[0][example].shape[2]
+    reach = np.eye(size, dtype=bool)
+    for weights in layers[:height]:
+        edges = (weights[example] > 0).any(0)
+        if edges.shape[0] == edges.shape[1]:
+            edges = np.eye(len(edges), dtype=bool) if silent else edges | np.eye(len(edges), dtype=bool)
+        reach = (edges.astype(np.float32) @ reach.astype(np.float32)) > 0
+    return reach
+
+
+class Change:
+    """One change of the inputs: which example, which position of its trace, and the inputs after it."""
+
+    def __init__(self, example, position, inputs, what, strict):
+        self.example, self.position, self.inputs = example, position, inputs
+        self.what, self.strict = what, strict
+
+
+def special_ids(model):
+    """Ids in the configuration, which stand for more than words."""
+    found, waiting = set(), [getattr(model, "config", None)]
+    while waiting:
+        config = waiting.pop()
+        for name, value in vars(config).items() if config is not None else ():
+            if hasattr(value, "to_dict"):
+                waiting.append(value)
+            if name.endswith(("_id", "_ids", "_index", "_token")):
+                found |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
+    return found
+
+
+def changes(built, traces, count, seed=0):
+    """A few changes, chosen by the seed, of tokens and patches."""
+    every, special = [], special_ids(built.model)
+    for example, trace in enumerate(traces):
+        every += [c for name in ("input_ids", "decoder_input_ids") for c in words(built, trace, example, name, special)]
+        every += [*features(built, trace, example), *pixels(built, trace, example)]
+    random.Random(seed).shuffle(every)
+    kinds = {}
+    for one in every:
+        kinds.setdefault((one[0], one[1]), []).append(one)
+    chosen = [group[:count] for group in kinds.values()]
+    return [make() for group in chosen for (_, _, make) in group]
+
+
+def words(built, trace, example, name, special):
+    """Changes of one token id each."""
+    ids = built.inputs.get(name)
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        return
+    count, tokens, start = ids.shape[1], len(trace.tokens), 0
+    joint = trace.decoder_start is not None
+    if name == "decoder_input_ids":
+        start = trace.decoder_start if joint else tokens - count
+    text = [n for n, role in enumerate(trace.roles) if role in ("text", "special")]
+    if joint or tokens == count:
+        places = range(start, start + count)
+    elif len(text) == count:
+        places = text
+    else:
+        return
+    if max(places, default=tokens) >= tokens or min(places) < 0:
+        return
+    for at, place in enumerate(places):
+        old = int(ids[example, at])
+        new = next(n for n in range(20, 60) if n != old and n not in special)
+        if old in special:
+            continue
+
+        def make(at=at, place=place, new=new):
+            changed = ids.clone()
+            changed[example, at] = new
+            return Change(example, place, {**built.inputs, name: changed}, f"{name}[{at}]", True)
+
+        yield name, example, make
+
+
+def features(built, trace, example):
+    """Changes of one row each, where a model takes ready embeddings."""
+    for name in ("inputs_embeds", "hidden_states", "src"):
+        given = built.inputs.get(name)
+        if isinstance(given, torch.Tensor) and given.ndim == 3 and given.shape[1] == len(trace.tokens):
+            for at in range(given.shape[1]):
+
+                def make(at=at, name=name, given=given):
+                    changed = given.clone()
+                    changed[example, at] += torch.randn(given.shape[2], generator=torch.Generator().manual_seed(at))
+                    return Change(example, at, {**built.inputs, name: changed}, f"{name}[{at}]", True)
+
+                yield name, example, make
+
+
+def pixels(built, trace, example):
+    """Changes of the pixels of one patch each, in the block of the image that the grid says."""
+    patches = [n for n, role in enumerate(trace.roles) if role == "patch"]
+    for name, images in built.inputs.items():
+        fits = isinstance(images, torch.Tensor) and images.is_floating_point() and images.ndim in (4, 5)
+        if not fits or trace.grid is None or name.endswith("mask"):
+            continue
+        *frames, rows, columns = trace.grid
+        height, width = images.shape[-2:]
+        if height % rows or width % columns or (frames and (images.ndim != 5 or images.shape[1] % frames[0])):
+            continue
+        for number, place in enumerate(patches):
+            frame, row, column = np.unravel_index(number, (frames[0] if frames else 1, rows, columns))
+
+            def make(frame=frame, row=row, column=column, place=place, name=name, images=images, frames=frames):
+                changed = images.clone()
+                part = changed[example]
+                if frames:
+                    deep = images.shape[1] // frames[0]
+                    part = part[frame * deep : (frame + 1) * deep]
+                tall, wide = height // rows, width // columns
+                block = part[..., row * tall : (row + 1) * tall, column * wide : (column + 1) * wide]
+                block += torch.randn(block.shape, generator=torch.Generator().manual_seed(int(place)))
+                return Change(example, place, {**built.inputs, name: changed}, f"patch ({row}, {column})", False)
+
+            yield name, example, make
+
+
+def moved(before, after):
+    """Which values changed: boolean (stack, key)."""
+    scale = before.abs().amax(-1).clamp(min=float(before.abs().max()) * 1e-3 + 1e-12)
+    return ((after - before).abs().amax(-1) > CHANGED * scale).numpy()
+
+
+class Reality:
+    """The calls of one model, loud and silenced, and what a change does to their values."""
+
+    def __init__(self, built, calls, found, layers):
+        self.built, self.calls, self.found, self.layers = built, calls, found, layers
+        self.silent, _ = watch(built.model, built.inputs, silence=True)
+
+    def hold(self, change):
+        """Faults that one change shows: (kind, sentence); a kind is "place", "influence", "mixer" or "example"."""
+        loud, _ = watch(self.built.model, change.inputs)
+        quiet, _ = watch(self.built.model, change.inputs, silence=True)
+        if len(loud) != len(self.calls) or len(quiet) != len(self.silent):
+            return [("place", f"{change.what}: the model makes another number of calls")]
+        entered = self.entered(loud, change)
+        if entered is None:
+            return []
+        faults = []
+        if change.position not in entered and entered:
+            faults.append(("place", f"{change.what} stands at {sorted(entered)[:4]}, not at {change.position}"))
+        if change.strict and entered - {change.position}:
+            others = sorted(entered - {change.position})
+            faults.append(("mixer", f"{change.what} is at positions {others[:4]} before any attention"))
+        start = np.array(sorted({change.position, *(entered if not change.strict else ())}))
+        faults += self.follow(self.calls, loud, start, change, silent=False)
+        faults += self.follow(self.silent, quiet, start, change, silent=True)
+        return faults
+
+    def entered(self, loud, change):
+        """The positions of the trace that a change enters by: what it changes before any call; None if unknown."""
+        places, known = set(), False
+        size = self.layers[0][change.example].shape[2]
+        for call, after, one in zip(self.calls, loud, self.found, strict=True):
+            before_any = call.depends == 1 and self.layers[one.layer][change.example].shape[2] == size
+            if not before_any or call.values.shape != after.values.shape:
+                continue
+            own = (one.example == change.example)[:, None] & (one.columns >= 0)
+            if own.any():
+                known = True
+                places |= set(one.columns[own & moved(call.values, after.values)].tolist())
+        return places if known else None
+
+    def follow(self, before, after, start, change, silent):
+        """Faults at every call: values that changed where the trace has no route to, or in another example."""
+        faults = []
+        for old, new, one in zip(before, after, self.found, strict=False):
+            if old.values.shape != new.values.shape or old.values.shape[1] != one.columns.shape[1]:
+                continue
+            differs = moved(old.values, new.values)
+            known = one.columns >= 0
+            strangers = ((one.example >= 0) & (one.example != change.example))[:, None] & differs
+            if strangers.any() and not silent:
+                faults.append(("example", f"{change.what} of example {change.example} changes another example"))
+            reach = reaching(self.layers, change.example, one.layer, silent)[:, start].any(1)
+            own = (one.example == change.example)[:, None] & known & differs
+            beyond = sorted({int(c) for c in one.columns[own] if not reach[c]})
+            if beyond:
+                kind = "mixer" if silent else "influence"
+                how = "with all attention silenced, " if silent else ""
+                faults.append(
+                    (kind, f"{how}{change.what} changes position {beyond[0]} ({len(beyond)} in all) at {old.module}")
+                )
+                break
+        return faults
