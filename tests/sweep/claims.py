@@ -43,15 +43,19 @@ def order(calls, found, layers):
     return faults
 
 
-def reaching(layers, example, height, silent=False):
+def reaching(layers, example, height, silent=False, more=()):
     """Which positions a layer's keys can be reached from: boolean (key of that layer, input position).
 
-    silent: as if layers that keep their positions gave nothing, so that only merging moves anything.
+    silent: as if layers that keep their positions gave nothing, so that only merging moves anything. more: further
+    edges (layer, queries, keys), which a change opened.
     """
     size = layers[0][example].shape[2]
     reach = np.eye(size, dtype=bool)
-    for weights in layers[:height]:
+    for number, weights in enumerate(layers[:height]):
         edges = (weights[example] > 0).any(0)
+        for layer, queries, keys in more:
+            if layer == number:
+                edges[queries, keys] = True
         if edges.shape[0] == edges.shape[1]:
             edges = np.eye(len(edges), dtype=bool) if silent else edges | np.eye(len(edges), dtype=bool)
         reach = (edges.astype(np.float32) @ reach.astype(np.float32)) > 0
@@ -206,7 +210,7 @@ class Reality:
         places, known = set(), False
         size = self.layers[0][change.example].shape[2]
         for call, after, one in zip(self.calls, loud, self.found, strict=True):
-            before_any = call.depends == 1 and self.layers[one.layer][change.example].shape[2] == size
+            before_any = call.depends <= 1 and self.layers[one.layer][change.example].shape[2] == size
             if not before_any or call.values.shape != after.values.shape:
                 continue
             own = (one.example == change.example)[:, None] & (one.columns >= 0)
@@ -215,9 +219,20 @@ class Reality:
                 places |= set(one.columns[own & moved(call.values, after.values)].tolist())
         return places if known else None
 
+    def opened(self, after, change):
+        """Edges of the changed example after the change: what is now attended to may not have been before (top-k)."""
+        edges = []
+        for new, one in zip(after, self.found, strict=True):
+            if new.weights.shape[:2] == one.rows.shape and new.weights.shape[2] == one.columns.shape[1]:
+                stack, query, key = (new.weights > 0).numpy().nonzero()
+                rows, columns = one.rows[stack, query], one.columns[stack, key]
+                known = (one.example[stack] == change.example) & (rows >= 0) & (columns >= 0)
+                edges.append((one.layer, rows[known], columns[known]))
+        return edges
+
     def follow(self, before, after, start, change, silent):
         """Faults at every call: values that changed where the trace has no route to, or in another example."""
-        faults = []
+        faults, opened = [], [] if silent else self.opened(after, change)
         for old, new, one in zip(before, after, self.found, strict=False):
             if old.values.shape != new.values.shape or old.values.shape[1] != one.columns.shape[1]:
                 continue
@@ -226,7 +241,7 @@ class Reality:
             strangers = ((one.example >= 0) & (one.example != change.example))[:, None] & differs
             if strangers.any() and not silent:
                 faults.append(("example", f"{change.what} of example {change.example} changes another example"))
-            reach = reaching(self.layers, change.example, one.layer, silent)[:, start].any(1)
+            reach = reaching(self.layers, change.example, one.layer, silent, opened)[:, start].any(1)
             own = (one.example == change.example)[:, None] & known & differs
             beyond = sorted({int(c) for c in one.columns[own] if not reach[c]})
             if beyond:

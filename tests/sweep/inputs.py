@@ -24,7 +24,10 @@ class Facts:
         while waiting:
             config = waiting.pop(0)
             for name in names:
-                value = getattr(config, name, None) if not isinstance(config, dict) else config.get(name)
+                try:
+                    value = getattr(config, name, None) if not isinstance(config, dict) else config.get(name)
+                except Exception:
+                    value = None  # one that differs from layer to layer
                 if value is not None:
                     return value
             values = config.values() if isinstance(config, dict) else vars(config).values()
@@ -155,7 +158,10 @@ class Maker:
             "image_sizes": lambda: torch.tensor([given["pixel_values"].shape[-2:]] * batch),
             "noise": lambda: torch.rand(batch, 4096, generator=self.random)[:, : self.facts("num_patches", default=16)],
         }
-        return recipes[name]() if name in recipes else None
+        try:
+            return recipes[name]() if name in recipes else None
+        except (KeyError, TypeError, RuntimeError):
+            return None  # what it is made from is not among the arguments, or is of another kind
 
     def pieces(self):
         """Patches with their row and column before them (Pix2Struct)."""
@@ -243,10 +249,14 @@ def variants(make, known, names):
         yield {**given, "past_values": make.normal(make.batch, length)}
 
 
-def demanded(message, batch):
-    """(placeholders for each example, of what) that an error message demands; or None."""
+def demanded(message, batch, width):
+    """(placeholders for each example, of what) that an error message demands; or None.
+
+    Some messages count the numbers of all features, `width` of each: then as many tokens as it asks for are too many.
+    """
     found = MISMATCH.search(message)
     if not found:
         return None
     kind = next((k for k in ("video", "audio", "image") if k in message.lower()), "image")
-    return int(found[2]) // batch, kind
+    count = int(found[2]) // batch
+    return (count // width if found[1] == found[2] else count), kind

@@ -80,14 +80,17 @@ def placed(call, layer, rows):
     telling = (ordered[:, 0] < 1 - 1e-4) & (ordered[:, 0] > 0)
     if not telling.any():
         return None
-    _, near = rows.tree.query(preview(ordered), k=min(3, len(rows.sorted)), distance_upper_bound=TOLERANCE)
+    _, near = rows.tree.query(preview(ordered), k=min(8, len(rows.sorted)), distance_upper_bound=TOLERANCE)
     near = near.reshape(len(ordered), -1)
+    # Where examples do not differ, each is the one that the order of the stack says.
+    own = np.arange(len(ordered)) * len(rows.shapes) // len(ordered)
+    others = np.append(rows.example, -1)
     width = max(keys, rows.sorted.shape[1])
     mine = np.pad(ordered, ((0, 0), (0, width - keys)))
     theirs = np.pad(rows.sorted, ((0, 1), (0, width - rows.sorted.shape[1])), constant_values=9)
     best, at = np.full(len(ordered), np.inf), np.full(len(ordered), -1)
     for choice in near.T:
-        far = np.abs(mine - theirs[choice]).max(1)
+        far = np.abs(mine - theirs[choice]).max(1) + 1e-7 * (others[choice] != own)
         closer = far < best
         best[closer], at[closer] = far[closer], choice[closer]
     hit = (best <= TOLERANCE) & telling
@@ -97,7 +100,8 @@ def placed(call, layer, rows):
         return None
     if not hit.any():
         return None
-    rows.seen[at[hit]] = True
+    distance, _ = cKDTree(preview(ordered)).query(preview(rows.sorted), distance_upper_bound=TOLERANCE)
+    rows.seen |= distance < TOLERANCE
     found = Found(layer, float(best[hit].max()), *(np.full(s, -1) for s in (stack, (stack, queries), (stack, keys))))
     found.rows.reshape(-1)[hit] = rows.place[at[hit]]
     gaps = np.abs(np.diff(mine, axis=1, append=-1))

@@ -1,4 +1,4 @@
-"""Configurations of transformers made small, by what the names of their fields mean in general; no table of families."""
+"""Configurations of transformers made small, by what the names of fields mean in general; no table of families."""
 
 import inspect
 import re
@@ -30,8 +30,8 @@ LENGTH = re.compile(r"position|max_length|max_len|seq_len|seq_length|max_seq|n_c
 class Shrinker:
     """Shrinks one configuration and the ones inside it, by one rung of the ladder.
 
-    rung 0: widths near 64, heads near 4, 2 layers, 99 words. 1: widths divided by 8, so that their ratios hold. 2: only
-    layers and words are cut. Ids of special tokens that lie outside the vocabulary get numbers of their own inside it.
+    rung 0: widths near 64, heads near 4, 2 layers, 99 words. 1: widths divided by 8, so that their ratios hold. 2: two
+    heads as large as they were. 3: only layers and words are cut. Ids of special tokens that lie outside the vocabulary get numbers of their own inside it.
     """
 
     def __init__(self, rung: int):
@@ -50,6 +50,7 @@ class Shrinker:
                 if small != value:
                     changes[name] = small
         self.types_of_layers(values, changes, accepted)
+        self.states(values, changes, accepted)
         if "pad_token_id" in accepted and values.get("pad_token_id") is None:
             changes["pad_token_id"] = 0
         original = {n: v for n, v in self.own(source, accepted).items() if n not in changes}
@@ -74,6 +75,8 @@ class Shrinker:
             return value
         if isinstance(value, dict):
             return self.rope(value) if "rope" in name else value
+        if re.search(r"attn_(idxs|indices)$", name) and isinstance(value, list):
+            return [1]
         if TOKEN.search(name):
             return [self.token(one) for one in value] if isinstance(value, list) else self.token(value)
         if isinstance(value, list | tuple):
@@ -117,7 +120,7 @@ class Shrinker:
         """The side of an image: four patches, or 32 pixels."""
         patch = values.get("patch_size")
         patch = patch[0] if isinstance(patch, list | tuple) and patch else patch
-        if self.rung >= 2 and value <= 256:
+        if self.rung == 3 and value <= 256:
             return value
         if isinstance(patch, int) and patch > 1:
             return min(value, patch * max(4, 32 // patch)) if value >= patch else value
@@ -140,6 +143,8 @@ class Shrinker:
             few = min(value, 1 if "group" in name else 2)
         elif LAYERS.search(name):
             few = min(value, 2)
+        elif "tokens_per_image" in name:
+            few = min(value, 4)
         elif WINDOW.search(name):
             few = min(value, 4) if self.rung == 0 else value
         elif HEAD_COUNT.search(name):
@@ -160,17 +165,33 @@ class Shrinker:
             (v for n, v in values.items() if HEAD_COUNT.search(n) and isinstance(v, int) and not isinstance(v, bool)),
             default=value,
         )
-        return min(value, HEADS) if value == most else min(value, 2)
+        whole = HEADS if self.rung != 2 else 2
+        return min(value, whole) if value == most else min(value, 2)
 
     def width(self, value, values):
         """A number of features: about 64 for the main one, the others in proportion."""
         by_stage = any(HEAD_COUNT.search(n) and isinstance(v, list | tuple) for n, v in values.items())
-        if self.rung >= 2 or by_stage:
+        if self.rung == 3 or by_stage:
             return value
         if self.rung == 1:
             return max(8, value // 8)
         main = next((values[n] for n in HIDDEN if isinstance(values.get(n), int)), value)
-        return WIDTH * min(4, max(1, round(value / max(main, 1))))
+        width = WIDTH
+        if self.rung == 2:
+            counts = [v for n, v in values.items() if HEAD_COUNT.search(n) and isinstance(v, int)]
+            width = 2 * (values.get("head_dim") or main // max(counts, default=1))
+        return width * min(4, max(1, round(value / max(main, 1))))
+
+    def states(self, values, changes, accepted):
+        """The size of a head of a state-space layer, whose heads together are as wide as the layer expands."""
+        for size in ("mamba_d_head", "mamba_head_dim"):
+            heads = next((n for n in ("mamba_n_heads", "mamba_num_heads") if n in accepted), None)
+            if size in accepted and heads and self.rung in (0, 2):
+                width = changes.get("hidden_size", values.get("hidden_size", WIDTH))
+                inner = changes.get("mamba_d_ssm", values.get("mamba_d_ssm")) or width * (
+                    values.get("mamba_expand") or values.get("expand") or 2
+                )
+                changes[heads], changes[size] = HEADS, int(inner) // HEADS
 
     def types_of_layers(self, values, changes, accepted):
         """One layer of each kind where the kinds of layers are listed."""
@@ -179,7 +200,8 @@ class Shrinker:
                 continue
             if isinstance(kinds, list | tuple) and kinds and all(isinstance(kind, str) for kind in kinds):
                 few = list(dict.fromkeys(kinds))
-                few = few * 2 if len(few) == 1 else few
+                if len(few) == 1:
+                    continue  # made anew from the number of layers
                 changes[name] = type(kinds)(few)
                 for count in ("num_hidden_layers", "n_layers", "num_layers", "n_layer"):
                     if count in accepted and values.get(count) == len(kinds):

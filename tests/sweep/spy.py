@@ -57,9 +57,11 @@ class Spy(TorchDispatchMode):
         super().__init__()
         self.calls, self.silence, self.where = [], silence, [""]
         self.alive, self.origin, self.scores, self.shares, self.room = [], {}, set(), set(), MOST_NUMBERS
+        self.parameters = set()
 
-    def give(self, *values):
-        """Marks tensors as data."""
+    def give(self, model, *values):
+        """Marks tensors as data, and those of the model as parameters."""
+        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         for tensor in tree_leaves(values):
             if isinstance(tensor, torch.Tensor):
                 self.alive.append(tensor)
@@ -101,10 +103,7 @@ class Spy(TorchDispatchMode):
                 by_data = [bool(self.origin.get(t.untyped_storage().data_ptr(), 0)) for t in into[-2:]]
                 if packet in (aten.bmm, aten.baddbmm) or all(by_data) or score:
                     self.scores |= ids
-        elif packet is aten.convolution:
-            self.shares |= ids if share else set()
-            self.scores |= ids if score else set()
-        elif packet in ENTRYWISE:
+        elif packet is aten.convolution or packet in ENTRYWISE:
             self.shares |= ids if share else set()
             self.scores |= ids if score else set()
 
@@ -117,9 +116,10 @@ class Spy(TorchDispatchMode):
             weights, values = right.mT, left.mT
         else:
             return None
-        depends = self.origin.get(values.untyped_storage().data_ptr(), 0)
-        if not depends:
+        place = values.untyped_storage().data_ptr()
+        if place in self.parameters:
             return None  # heads mixed by a linear map
+        depends = self.origin.get(place, 0)
         self.room -= weights.numel() + values.numel()
         if self.room < 0 or len(self.calls) >= MOST_CALLS:
             raise TooMuchError(f"more than {len(self.calls)} calls, the largest {tuple(weights.shape)}")
@@ -151,7 +151,7 @@ def watch(model, inputs, silence=False):
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with names(model, spy), sdpa_kernel(SDPBackend.MATH), spy:
-            spy.give(*inputs.values())
+            spy.give(model, *inputs.values())
             output = ran(model, inputs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
