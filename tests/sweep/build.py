@@ -12,6 +12,7 @@ from sweep import inputs as recipes
 from sweep.shrink import Shrinker
 
 PARAMETERS, SECONDS = 60e6, 20.0
+LADDER = ((0,), (0, True), (1,), (2,), (3,))
 
 
 class CannotBuildError(Exception):
@@ -123,9 +124,9 @@ def of_transformers(case):
     if kind.forward is torch.nn.Module.forward or "NotImplementedError" in str(kind.forward.__code__.co_names):
         raise NoModelError("no forward")
     reasons = []
-    for rung in range(4):
+    for rung in LADDER:
         try:
-            config = Shrinker(rung)(kind.config_class)
+            config = Shrinker(*rung)(kind.config_class)
             torch.manual_seed(0)
             with torch.device("meta"):
                 count = sum(p.numel() for p in kind(config).parameters())
@@ -139,9 +140,9 @@ def of_transformers(case):
                 reasons.append(first_line(error))
                 continue
         try:
-            config = Shrinker(rung)(kind.config_class)
+            config = Shrinker(*rung)(kind.config_class)
             built = instance(kind, config)
-            built.rung = f"rung {rung}"
+            built.rung = f"rung {rung[0]}"
             return built
         except Exception as error:
             reasons.append(first_line(error).removeprefix("CannotBuildError: "))

@@ -7,6 +7,7 @@ change but the position itself.
 """
 
 import random
+from functools import partial
 
 import numpy as np
 import torch
@@ -156,20 +157,21 @@ def pixels(built, trace, example):
         if height % rows or width % columns or (frames and (images.ndim != 5 or images.shape[1] % frames[0])):
             continue
         for number, place in enumerate(patches):
-            frame, row, column = np.unravel_index(number, (frames[0] if frames else 1, rows, columns))
+            at = np.unravel_index(number, (frames[0] if frames else 1, rows, columns))
+            yield name, example, partial(repainted, built.inputs, name, example, place, at, trace.grid)
 
-            def make(frame=frame, row=row, column=column, place=place, name=name, images=images, frames=frames):
-                changed = images.clone()
-                part = changed[example]
-                if frames:
-                    deep = images.shape[1] // frames[0]
-                    part = part[frame * deep : (frame + 1) * deep]
-                tall, wide = height // rows, width // columns
-                block = part[..., row * tall : (row + 1) * tall, column * wide : (column + 1) * wide]
-                block += torch.randn(block.shape, generator=torch.Generator().manual_seed(int(place)))
-                return Change(example, place, {**built.inputs, name: changed}, f"patch ({row}, {column})", False)
 
-            yield name, example, make
+def repainted(inputs, name, example, place, at, grid):
+    """The change of one patch, `at` its (frame, row, column) in a grid."""
+    changed = inputs[name].clone()
+    (frame, row, column), part = at, changed[example]
+    if len(grid) == 3:
+        deep = changed.shape[1] // grid[0]
+        part = part[frame * deep : (frame + 1) * deep]
+    tall, wide = changed.shape[-2] // grid[-2], changed.shape[-1] // grid[-1]
+    block = part[..., row * tall : (row + 1) * tall, column * wide : (column + 1) * wide]
+    block += torch.randn(block.shape, generator=torch.Generator().manual_seed(int(place)))
+    return Change(example, place, {**inputs, name: changed}, f"patch ({row}, {column})", False)
 
 
 def moved(before, after):

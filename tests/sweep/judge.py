@@ -99,6 +99,9 @@ def hold(built, calls, traces, row):
         return [f"a trace of {len(traces[0].layers)} layers, but no attention was seen"]
     if len({len(t.layers) for t in traces}) > 1:
         return ["examples have different numbers of layers"]
+    ids = built.inputs.get("input_ids")
+    if ids is not None and ids.ndim == 2 and len(traces[0].tokens) < ids.shape[1]:
+        return [f"only {len(traces[0].tokens)} of {ids.shape[1]} tokens, none of which is padding, are in the trace"]
     found, unknown, layers = matching.match(calls, traces)
     missing = [c for c, one in zip(calls, found, strict=True) if one is None and not trivial(c)]
     faults = []

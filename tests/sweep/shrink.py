@@ -31,16 +31,19 @@ class Shrinker:
     """Shrinks one configuration and the ones inside it, by one rung of the ladder.
 
     rung 0: widths near 64, heads near 4, 2 layers, 99 words. 1: widths divided by 8, so that their ratios hold. 2: two
-    heads as large as they were. 3: only layers and words are cut. Ids of special tokens that lie outside the vocabulary get numbers of their own inside it.
+    heads as large as they were. 3: only layers and words are cut. Ids of special tokens that lie outside the vocabulary
+    get numbers of their own inside it. sections: states the sections of rotary positions (text, rows, columns), which
+    models otherwise take to be those of a large head.
     """
 
-    def __init__(self, rung: int):
-        self.rung, self.ids = rung, {}
+    def __init__(self, rung: int, sections: bool = False):
+        self.rung, self.sections, self.ids, self.head = rung, sections, {}, 0
 
     def __call__(self, config_class, source=None):
         """A small configuration of a class; `source` holds the values to start from, else the defaults do."""
         source = source if source is not None else config_class()
         values = {name: value for name, value in vars(source).items() if not name.startswith("_")}
+        self.head = self.head or self.largest_head(source)
         accepted = {*getattr(config_class, "__dataclass_fields__", ()), *inspect.signature(config_class).parameters}
         nested = {n: v for n, v in values.items() if hasattr(v, "to_dict") and n in accepted}
         changes = {name: self(type(value), value) for name, value in nested.items()}
@@ -51,10 +54,27 @@ class Shrinker:
                     changes[name] = small
         self.types_of_layers(values, changes, accepted)
         self.states(values, changes, accepted)
+        if self.sections and isinstance(values.get("rope_parameters"), dict):
+            rope = changes.get("rope_parameters", values["rope_parameters"])
+            changes["rope_parameters"] = {
+                **rope,
+                "mrope_section": [HEAD_DIM // 8, 3 * HEAD_DIM // 16, 3 * HEAD_DIM // 16],
+            }
         if "pad_token_id" in accepted and values.get("pad_token_id") is None:
             changes["pad_token_id"] = 0
         original = {n: v for n, v in self.own(source, accepted).items() if n not in changes}
         return config_class(**original, **changes)
+
+    def largest_head(self, source):
+        """The most features of a head, in a configuration or in one inside it."""
+        values, most = vars(source), [16]
+        main = next((values[n] for n in HIDDEN if isinstance(values.get(n), int)), 0)
+        counts = [v for n, v in values.items() if HEAD_COUNT.search(n) and isinstance(v, int) and v > 0]
+        given = values.get("head_dim")
+        most.append(given if isinstance(given, int) else main // max(counts, default=1))
+        inside = [v for v in values.values() if hasattr(v, "to_dict")]
+        inside = [v for v in inside if hasattr(v, "vocab_size")] or inside
+        return min(max([*most, *map(self.largest_head, inside)]), 256)
 
     def own(self, source, accepted):
         """The values in which a nested configuration differs from its defaults."""
@@ -176,10 +196,7 @@ class Shrinker:
         if self.rung == 1:
             return max(8, value // 8)
         main = next((values[n] for n in HIDDEN if isinstance(values.get(n), int)), value)
-        width = WIDTH
-        if self.rung == 2:
-            counts = [v for n, v in values.items() if HEAD_COUNT.search(n) and isinstance(v, int)]
-            width = 2 * (values.get("head_dim") or main // max(counts, default=1))
+        width = 2 * self.head if self.rung == 2 else WIDTH
         return width * min(4, max(1, round(value / max(main, 1))))
 
     def states(self, values, changes, accepted):
