@@ -9,68 +9,16 @@ import torch
 from sweep import catalogue
 from sweep.judge import judge
 
-SAMPLE = [
-    "BertModel",
-    "RobertaModel",
-    "DistilBertModel",
-    "AlbertModel",
-    "ElectraModel",
-    "DebertaV2Model",
-    "ModernBertModel",
-    "EsmModel",
-    "MPNetModel",
-    "FunnelModel",
-    "SqueezeBertModel",
-    "LongformerModel",
-    "GPT2Model",
-    "GPTNeoModel",
-    "GPTNeoXModel",
-    "GPTJModel",
-    "OPTModel",
-    "BloomModel",
-    "LlamaModel",
-    "MistralModel",
-    "MixtralModel",
-    "Qwen2Model",
-    "Qwen3Model",
-    "Gemma2Model",
-    "Gemma3TextModel",
-    "Phi3Model",
-    "StableLmModel",
-    "Olmo2Model",
-    "CohereModel",
-    "GraniteModel",
-    "T5Model",
-    "T5EncoderModel",
-    "BartModel",
-    "PegasusModel",
-    "MarianModel",
-    "WhisperModel",
-    "ViTModel",
-    "DeiTModel",
-    "BeitModel",
-    "Dinov2Model",
-    "Dinov2WithRegistersModel",
-    "CLIPVisionModel",
-    "CLIPTextModel",
-    "SiglipVisionModel",
-    "SiglipTextModel",
-    "VideoMAEModel",
-    "TimesformerModel",
-    "ViltModel",
-    "SwinModel",
-    "Swinv2Model",
-    "IJepaModel",
-    "PixtralVisionModel",
-    "BertForSequenceClassification",
-    "GPT2LMHeadModel",
-    "ViTForImageClassification",
-    "BartForConditionalGeneration",
-    "test_vit",
-    "test_vit4",
-    "vit_tiny_patch16_224",
-    "deit_tiny_patch16_224",
-]
+SAMPLE = """
+BertModel RobertaModel DistilBertModel AlbertModel ElectraModel DebertaV2Model ModernBertModel EsmModel MPNetModel
+FunnelModel SqueezeBertModel LongformerModel GPT2Model CodeGenModel GPTNeoXModel GPTJModel OPTModel BloomModel
+LlamaModel MistralModel MixtralModel Qwen2Model Qwen3Model Gemma2Model Gemma3TextModel Phi3Model StableLmModel
+Olmo2Model CohereModel GraniteModel T5Model T5EncoderModel BartModel PegasusModel MarianModel WhisperModel ViTModel
+DeiTModel BeitModel Dinov2Model Dinov2WithRegistersModel CLIPVisionModel CLIPTextModel SiglipVisionModel
+SiglipTextModel VideoMAEModel TimesformerModel ViltModel SwinModel Swinv2Model IJepaModel PixtralVisionModel
+BertForSequenceClassification GPT2LMHeadModel ViTForImageClassification BartForConditionalGeneration test_vit
+test_vit4 vit_tiny_patch16_224 deit_tiny_patch16_224
+""".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,9 @@ class Built:
 
 def first_line(error):
     """The class and the first line of an error."""
-    lines = str(error).strip().splitlines()
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        lines = lines[1:]
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 

@@ -174,7 +174,7 @@ class Shrinker:
         elif SIZED_HEAD.search(name) or name in ("rotary_dim", "rope_dim"):
             few = min(value, HEAD_DIM) if self.rung == 0 else value
         elif not KEEP.search(name) and value >= 64:
-            few = self.width(value, values)
+            few = self.width(name, value, values)
         return few
 
     def heads(self, value, values):
@@ -188,7 +188,7 @@ class Shrinker:
         whole = HEADS if self.rung != 2 else 2
         return min(value, whole) if value == most else min(value, 2)
 
-    def width(self, value, values):
+    def width(self, name, value, values):
         """A number of features: about 64 for the main one, the others in proportion."""
         by_stage = any(HEAD_COUNT.search(n) and isinstance(v, list | tuple) for n, v in values.items())
         if self.rung == 3 or by_stage:
@@ -196,6 +196,8 @@ class Shrinker:
         if self.rung == 1:
             return max(8, value // 8)
         main = next((values[n] for n in HIDDEN if isinstance(values.get(n), int)), value)
+        if re.search(r"^out(put)?_(hidden_size|dim)$|^(lm|llm|text)_hidden_size$", name):
+            main = value  # as wide as the model beside it
         width = 2 * self.head if self.rung == 2 else WIDTH
         return width * min(4, max(1, round(value / max(main, 1))))
 
