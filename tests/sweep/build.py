@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sweep import inputs as recipes
+from sweep.catalogue import CROSS
 from sweep.shrink import Shrinker
 
 PARAMETERS, SECONDS = 60e6, 20.0
@@ -120,7 +121,7 @@ def of_transformers(case):
     """A model of transformers, by the ladder of shrinkings."""
     import transformers
 
-    kind = getattr(transformers, case.name)
+    kind = getattr(transformers, case.name.removesuffix(CROSS))
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)) or kind.config_class is None:
         raise NoModelError("no model class")
     if kind.forward is torch.nn.Module.forward or "NotImplementedError" in str(kind.forward.__code__.co_names):
@@ -143,19 +144,29 @@ def of_transformers(case):
                 continue
         try:
             config = Shrinker(*rung)(kind.config_class)
-            built = instance(kind, config)
+            if case.name.endswith(CROSS):
+                config.is_decoder = config.add_cross_attention = True
+            built = instance(kind, config, case.name.endswith(CROSS))
             built.rung = f"rung {rung[0]}"
             return built
         except Exception as error:
             reasons.append(first_line(error).removeprefix("CannotBuildError: "))
-    raise CannotBuildError(reasons[0])
+    raise CannotBuildError(next((r for r in reversed(reasons) if "million parameters" not in r), reasons[-1]))
 
 
-def instance(kind, config):
-    """One model with its inputs; with random weights where they leave the outputs finite."""
+def instance(kind, config, cross=False):
+    """One model with its inputs; with random weights where they leave the outputs finite.
+
+    cross: it is given the states of an encoder as well, as many as it has tokens.
+    """
     torch.manual_seed(0)
     model = kind(config).eval().float()
     inputs = with_inputs(model)
+    if cross:
+        count = inputs["input_ids"].shape[1]
+        states = recipes.Maker(model).argument("encoder_hidden_states", inputs)
+        inputs = {**inputs, "encoder_hidden_states": states[:, :count]}
+        ran(model, inputs)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     randomise(model)
     good = False
@@ -178,8 +189,7 @@ def of_timm(name):
     """An architecture of timm, at a small image where it takes one."""
     import timm
 
-    ladder = [{"img_size": 64, "depth": 2}, {"img_size": 56, "depth": 2}]
-    ladder += [{"img_size": size} for size in (64, 56, 96, 128)] + [{}]
+    ladder = [*({"img_size": size} for size in (64, 56, 96, 128)), {}]
     reasons = []
     for settings in ladder:
         try:

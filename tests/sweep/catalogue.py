@@ -3,6 +3,9 @@
 import dataclasses
 import importlib
 import re
+from pathlib import Path
+
+CROSS = " with encoder_hidden_states"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -30,6 +33,11 @@ def transformers_cases():
             continue
         order = 0 if name in bases else 1 if name.endswith(("Model", "Encoder", "Decoder", "Backbone")) else 2
         cases.append(Case(order, "transformers", name, found[1]))
+    home = Path(transformers.__file__).parent / "models"
+    for case in [case for case in cases if case.order == 0]:
+        texts = [path.read_text() for path in (home / case.family).glob("configuration_*.py")]
+        if any("    add_cross_attention:" in text for text in texts):
+            cases.append(dataclasses.replace(case, order=1, name=case.name + CROSS))
     return sorted(cases)
 
 
@@ -38,13 +46,17 @@ class _Seen(BaseException):
 
 
 def timm_cases(everything=False):
-    """One architecture for each class of each file of timm, the smallest by its name; or all of them."""
+    """One architecture for each class of each file of timm, the smallest by its name; or all of them.
+
+    Architectures of one class whose parts are of other classes (another kind of block) count as another class.
+    """
     import timm
 
     modules = [importlib.import_module(f"timm.models.{name}") for name in timm.list_modules()]
 
     def stop(kind, *args, **kwargs):
-        raise _Seen(kind)
+        parts = [getattr(v, "func", v) for v in kwargs.values() if callable(v)]
+        raise _Seen(" ".join([kind.__name__, *sorted(getattr(part, "__name__", "") for part in parts)]))
 
     kept = {}
     originals = [(m, m.build_model_with_cfg) for m in modules if hasattr(m, "build_model_with_cfg")]
@@ -57,7 +69,7 @@ def timm_cases(everything=False):
                     timm.create_model(name)
                     kind = ""
                 except _Seen as seen:
-                    kind = getattr(seen.args[0], "__name__", str(seen.args[0]))
+                    kind = str(seen.args[0])
                 except Exception:
                     kind = ""
                 kept.setdefault((module, kind), []).append(name)

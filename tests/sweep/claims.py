@@ -6,11 +6,7 @@ must be reached, in the trace, from what was changed. Isolation: with the result
 change but the position itself.
 """
 
-import random
-from functools import partial
-
 import numpy as np
-import torch
 
 from sweep.spy import watch
 
@@ -63,121 +59,10 @@ def reaching(layers, example, height, silent=False, more=()):
     return reach
 
 
-class Change:
-    """One change of the inputs: which example, which position of its trace, and the inputs after it."""
-
-    def __init__(self, example, position, inputs, what, strict):
-        self.example, self.position, self.inputs = example, position, inputs
-        self.what, self.strict = what, strict
-
-
-def special_ids(model):
-    """Ids in the configuration, which stand for more than words."""
-    found, waiting = set(), [getattr(model, "config", None)]
-    while waiting:
-        config = waiting.pop()
-        for name, value in vars(config).items() if config is not None else ():
-            if hasattr(value, "to_dict"):
-                waiting.append(value)
-            if name.endswith(("_id", "_ids", "_index", "_token")):
-                found |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
-    return found
-
-
-def changes(built, traces, count, seed=0):
-    """A few changes, chosen by the seed, of tokens and patches."""
-    every, special = [], special_ids(built.model)
-    for example, trace in enumerate(traces):
-        every += [c for name in ("input_ids", "decoder_input_ids") for c in words(built, trace, example, name, special)]
-        every += [*features(built, trace, example), *pixels(built, trace, example)]
-    random.Random(seed).shuffle(every)
-    kinds = {}
-    for one in every:
-        kinds.setdefault((one[0], one[1]), []).append(one)
-    chosen = [group[:count] for group in kinds.values()]
-    return [make() for group in chosen for (_, _, make) in group]
-
-
-def words(built, trace, example, name, special):
-    """Changes of one token id each."""
-    ids = built.inputs.get(name)
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        return
-    count, tokens, start = ids.shape[1], len(trace.tokens), 0
-    joint = trace.decoder_start is not None
-    if name == "decoder_input_ids":
-        start = trace.decoder_start if joint else tokens - count
-    text = [n for n, role in enumerate(trace.roles) if role in ("text", "special")]
-    if joint or tokens == count:
-        places = range(start, start + count)
-    elif len(text) == count:
-        places = text
-    else:
-        return
-    if max(places, default=tokens) >= tokens or min(places) < 0:
-        return
-    for at, place in enumerate(places):
-        old = int(ids[example, at])
-        new = next(n for n in range(20, 60) if n != old and n not in special)
-        if old in special:
-            continue
-
-        def make(at=at, place=place, new=new):
-            changed = ids.clone()
-            changed[example, at] = new
-            return Change(example, place, {**built.inputs, name: changed}, f"{name}[{at}]", True)
-
-        yield name, example, make
-
-
-def features(built, trace, example):
-    """Changes of one row each, where a model takes ready embeddings."""
-    for name in ("inputs_embeds", "hidden_states", "src"):
-        given = built.inputs.get(name)
-        if isinstance(given, torch.Tensor) and given.ndim == 3 and given.shape[1] == len(trace.tokens):
-            for at in range(given.shape[1]):
-
-                def make(at=at, name=name, given=given):
-                    changed = given.clone()
-                    changed[example, at] += torch.randn(given.shape[2], generator=torch.Generator().manual_seed(at))
-                    return Change(example, at, {**built.inputs, name: changed}, f"{name}[{at}]", True)
-
-                yield name, example, make
-
-
-def pixels(built, trace, example):
-    """Changes of the pixels of one patch each, in the block of the image that the grid says."""
-    patches = [n for n, role in enumerate(trace.roles) if role == "patch"]
-    for name, images in built.inputs.items():
-        fits = isinstance(images, torch.Tensor) and images.is_floating_point() and images.ndim in (4, 5)
-        if not fits or trace.grid is None or name.endswith("mask"):
-            continue
-        *frames, rows, columns = trace.grid
-        height, width = images.shape[-2:]
-        if height % rows or width % columns or (frames and (images.ndim != 5 or images.shape[1] % frames[0])):
-            continue
-        for number, place in enumerate(patches):
-            at = np.unravel_index(number, (frames[0] if frames else 1, rows, columns))
-            yield name, example, partial(repainted, built.inputs, name, example, place, at, trace.grid)
-
-
-def repainted(inputs, name, example, place, at, grid):
-    """The change of one patch, `at` its (frame, row, column) in a grid."""
-    changed = inputs[name].clone()
-    (frame, row, column), part = at, changed[example]
-    if len(grid) == 3:
-        deep = changed.shape[1] // grid[0]
-        part = part[frame * deep : (frame + 1) * deep]
-    tall, wide = changed.shape[-2] // grid[-2], changed.shape[-1] // grid[-1]
-    block = part[..., row * tall : (row + 1) * tall, column * wide : (column + 1) * wide]
-    block += torch.randn(block.shape, generator=torch.Generator().manual_seed(int(place)))
-    return Change(example, place, {**inputs, name: changed}, f"patch ({row}, {column})", False)
-
-
-def moved(before, after):
-    """Which values changed: boolean (stack, key)."""
+def moved(before, after, least=CHANGED):
+    """Which values changed by more than `least` of their size: boolean (stack, key)."""
     scale = before.abs().amax(-1).clamp(min=float(before.abs().max()) * 1e-3 + 1e-12)
-    return ((after - before).abs().amax(-1) > CHANGED * scale).numpy()
+    return ((after - before).abs().amax(-1) > least * scale).numpy()
 
 
 class Reality:
@@ -189,25 +74,27 @@ class Reality:
 
     def hold(self, change):
         """Faults that one change shows: (kind, sentence); a kind is "place", "influence", "mixer" or "example"."""
-        loud, _ = watch(self.built.model, change.inputs)
-        quiet, _ = watch(self.built.model, change.inputs, silence=True)
+        loud, _ = watch(self.built.model, change.inputs, before=change.before())
+        quiet, _ = watch(self.built.model, change.inputs, silence=True, before=change.before())
         if len(loud) != len(self.calls) or len(quiet) != len(self.silent):
             return [("place", f"{change.what}: the model makes another number of calls")]
-        entered = self.entered(loud, change)
+        entered, touched = self.entered(loud, change, CHANGED), self.entered(loud, change, 0)
         if entered is None:
             return []
         faults = []
-        if change.position not in entered and entered:
+        if change.sure and change.position not in entered and entered:
             faults.append(("place", f"{change.what} stands at {sorted(entered)[:4]}, not at {change.position}"))
         if change.strict and entered - {change.position}:
             others = sorted(entered - {change.position})
             faults.append(("mixer", f"{change.what} is at positions {others[:4]} before any attention"))
-        start = np.array(sorted({change.position, *(entered if not change.strict else ())}))
+        start = np.array(sorted({*([change.position] if change.sure else []), *(() if change.strict else touched)}))
+        if not len(start):
+            return faults
         faults += self.follow(self.calls, loud, start, change, silent=False)
         faults += self.follow(self.silent, quiet, start, change, silent=True)
         return faults
 
-    def entered(self, loud, change):
+    def entered(self, loud, change, least):
         """The positions of the trace that a change enters by: what it changes before any call; None if unknown."""
         places, known = set(), False
         size = self.layers[0][change.example].shape[2]
@@ -218,7 +105,7 @@ class Reality:
             own = (one.example == change.example)[:, None] & (one.columns >= 0)
             if own.any():
                 known = True
-                places |= set(one.columns[own & moved(call.values, after.values)].tolist())
+                places |= set(one.columns[own & moved(call.values, after.values, least)].tolist())
         return places if known else None
 
     def opened(self, after, change):

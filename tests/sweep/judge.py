@@ -7,7 +7,7 @@ import traceback
 
 import torch
 
-from sweep import claims, matching, spy
+from sweep import changes, claims, matching, spy
 from sweep.build import CannotBuildError, NoModelError, build, first_line
 
 CHANGES = 2
@@ -130,7 +130,7 @@ def of_changes(built, calls, found, layers, traces, row):
     """Faults that show when single tokens and patches are changed."""
     said = bool(traces[0].model.get("mixers"))
     reality, faults = claims.Reality(built, calls, found, layers), {}
-    made = claims.changes(built, traces, CHANGES)
+    made = changes.changes(built, calls, traces, CHANGES)
     for change in made:
         for kind, sentence in reality.hold(change):
             if not (said and kind in ("mixer", "influence")):

@@ -115,6 +115,9 @@ def placed(call, layer, rows):
             use = clear[best_row][:keys][: rows.order.shape[1]]
             mine_at, its_at = order[best_row][: len(use)][use], rows.order[at[best_row]][: len(use)][use]
             found.columns[one, mine_at] = its_at
+            shift = its_at - mine_at
+            if len(shift) > max(1, keys // 4) and (shift == shift[0]).all():
+                found.columns[one] = np.arange(keys) + shift[0]  # one run of positions
     return found
 
 

@@ -95,7 +95,7 @@ class Shrinker:
             return value
         if isinstance(value, dict):
             return self.rope(value) if "rope" in name else value
-        if re.search(r"attn_(idxs|indices)$", name) and isinstance(value, list):
+        if re.search(r"attn_(layer_)?(idxs|indices)$", name) and isinstance(value, list):
             return [1]
         if TOKEN.search(name):
             return [self.token(one) for one in value] if isinstance(value, list) else self.token(value)
@@ -170,7 +170,7 @@ class Shrinker:
         elif HEAD_COUNT.search(name):
             few = self.heads(value, values)
         elif LENGTH.search(name):
-            few = min(value, 512)
+            few = min(value, 32 if "source_positions" in name else 512)
         elif SIZED_HEAD.search(name) or name in ("rotary_dim", "rope_dim"):
             few = min(value, HEAD_DIM) if self.rung == 0 else value
         elif not KEEP.search(name) and value >= 64:

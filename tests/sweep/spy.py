@@ -144,9 +144,10 @@ def names(model, spy):
             hook.remove()
 
 
-def watch(model, inputs, silence=False):
-    """The calls of one forward pass, and what the model returned."""
+def watch(model, inputs, silence=False, before=None):
+    """The calls of one forward pass, and what the model returned. before: (module, what to do to its input, once)."""
     spy = Spy(silence)
+    hooks = [before[0].register_forward_pre_hook(before[1], with_kwargs=True)] if before else []
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -155,6 +156,8 @@ def watch(model, inputs, silence=False):
             output = ran(model, inputs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        for hook in hooks:
+            hook.remove()
     return spy.calls, output
 
 
