@@ -131,6 +131,7 @@ class Maker:
             "pixel_mask": lambda: torch.ones(batch, *given["pixel_values"].shape[-2:], dtype=torch.long),
             "bbox": lambda: self.boxes(count),
             "input_features": self.sound,
+            "input_features_mask": lambda: torch.ones(batch, given["input_features"].shape[1], dtype=torch.long),
             "input_values": lambda: self.normal(batch, 4000),
             "audio_values": lambda: self.normal(batch, 1, 4000),
             "inputs_embeds": lambda: self.normal(batch, count, hidden),
@@ -192,6 +193,7 @@ def candidates(model, **how):
     choices += [[*always, *more], always, required, [*text[:1], *more], [*text, *always, "attention_mask"]]
     choices += [[*always, "future_time_features", "future_values"], [*always, *more, "encoder_hidden_states"]]
     choices += [[*always, "image_sizes"], [*always, "token_type_ids"], ["pixel_values_videos"]]
+    choices += [[*always, *sound, "input_features_mask"]]
     seen = set()
     for names in choices:
         names = [name for name in dict.fromkeys(names) if name in known]

@@ -54,6 +54,13 @@ class Shrinker:
                     changes[name] = small
         self.types_of_layers(values, changes, accepted)
         self.states(values, changes, accepted)
+        for name in accepted:
+            if re.search(r"attn_(layer_)?(idxs|indices)$", name):
+                changes[name] = [1]
+            elif name == "prediction_length" and values.get(name) is None:
+                changes[name] = 4
+            elif name == "vocab_size" and values.get(name) is None:
+                changes[name] = VOCABULARY
         if self.sections and isinstance(values.get("rope_parameters"), dict):
             rope = changes.get("rope_parameters", values["rope_parameters"])
             changes["rope_parameters"] = {
@@ -86,7 +93,7 @@ class Shrinker:
         return {
             n: v
             for n, v in vars(source).items()
-            if n in accepted and not n.startswith("_") and n not in skipped and n in default and default[n] != v
+            if n in accepted and n in default and n not in skipped and not hasattr(v, "to_dict") and default[n] != v
         }
 
     def field(self, name, value, values):
@@ -95,8 +102,6 @@ class Shrinker:
             return value
         if isinstance(value, dict):
             return self.rope(value) if "rope" in name else value
-        if re.search(r"attn_(layer_)?(idxs|indices)$", name) and isinstance(value, list):
-            return [1]
         if TOKEN.search(name):
             return [self.token(one) for one in value] if isinstance(value, list) else self.token(value)
         if isinstance(value, list | tuple):
@@ -126,6 +131,8 @@ class Shrinker:
         """A list of numbers: those for each stage are cut to two stages, depths to at most 2 each."""
         if IMAGE.search(name) and len(value) == 2 and all(isinstance(one, int) for one in value):
             return type(value)([self.image(one, values) for one in value])
+        if value and all(isinstance(one, list) and len(one) == 2 and isinstance(one[1], int) for one in value):
+            return [[kinds, 1] for kinds, _ in value]  # kinds of layers, and how often they come again
         stages = next((len(v) for n, v in values.items() if "depths" in n and isinstance(v, list | tuple)), None)
         numbers = [one for one in value if isinstance(one, int) and not isinstance(one, bool)]
         if "depths" in name or (LAYERS.search(name) and len(numbers) == len(value)):
