@@ -190,6 +190,7 @@ def of_timm(name):
     import timm
 
     ladder = [*({"img_size": size} for size in (64, 56, 96, 128)), {}]
+    ladder += [{"img_size": size, "depth": 2} for size in (64, 56)]
     reasons = []
     for settings in ladder:
         try:
