@@ -116,8 +116,8 @@ def placed(call, layer, rows):
             mine_at, its_at = order[best_row][: len(use)][use], rows.order[at[best_row]][: len(use)][use]
             found.columns[one, mine_at] = its_at
             shift = its_at - mine_at
-            run = len(shift) > max(1, keys // 4) and (shift == shift[0]).all()
-            if run and 0 <= shift[0] and keys + shift[0] <= rows.order.shape[1]:
+            run = len(shift) > max(4, keys // 2) and (shift == shift[0]).all()
+            if run and shift[0] >= 0 and keys + shift[0] <= rows.order.shape[1]:
                 found.columns[one] = np.arange(keys) + shift[0]  # one run of positions
     return found
 
