@@ -18,7 +18,7 @@ class Change:
     def __init__(self, example, position, inputs, what, strict, sure=True):
         self.example, self.position, self.inputs = example, position, inputs
         self.what, self.strict, self.sure = what, strict, sure
-        self.module = None
+        self.module, self.patches = None, False
 
     def before(self):
         """For a change of a state inside the model: the module and the hook that changes its input once."""
@@ -66,7 +66,10 @@ def changes(built, calls, traces, count, seed=0):
     for one in every:
         kinds.setdefault((one[0], one[1]), []).append(one)
     chosen = [group[:count] for group in kinds.values()]
-    return [make() for group in chosen for (_, _, make) in group]
+    made = [make() for group in chosen for (_, _, make) in group]
+    for change in made:
+        change.patches = traces[change.example].grid is not None
+    return made
 
 
 def words(built, trace, example, name, special):

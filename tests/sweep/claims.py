@@ -68,14 +68,15 @@ def moved(before, after, least=CHANGED):
 class Reality:
     """The calls of one model, loud and silenced, and what a change does to their values."""
 
-    def __init__(self, built, calls, found, layers):
+    def __init__(self, built, calls, output, found, layers):
         self.built, self.calls, self.found, self.layers = built, calls, found, layers
-        self.silent, _ = watch(built.model, built.inputs, silence=True)
+        self.silent, silent_output = watch(built.model, built.inputs, silence=True)
+        self.outputs = output, silent_output
 
     def hold(self, change):
         """Faults that one change shows: (kind, sentence); a kind is "place", "influence", "mixer" or "example"."""
         loud, _ = watch(self.built.model, change.inputs, before=change.before())
-        quiet, _ = watch(self.built.model, change.inputs, silence=True, before=change.before())
+        quiet, silent = watch(self.built.model, change.inputs, silence=True, before=change.before())
         if len(loud) != len(self.calls) or len(quiet) != len(self.silent):
             return [("place", f"{change.what}: the model makes another number of calls")]
         entered, touched = self.entered(loud, change, CHANGED), self.entered(loud, change, 0)
@@ -92,7 +93,22 @@ class Reality:
             return faults
         faults += self.follow(self.calls, loud, start, change, silent=False)
         faults += self.follow(self.silent, quiet, start, change, silent=True)
+        if change.strict:
+            faults += self.at_the_end(self.outputs[1], silent, change)
         return faults
+
+    def at_the_end(self, before, after, change):
+        """A fault if the last hidden state, with all attention silenced, changes anywhere else.
+
+        Asked only where it holds the positions of the trace, of which none is a patch that could stand elsewhere.
+        """
+        old, new = getattr(before, "last_hidden_state", None), getattr(after, "last_hidden_state", None)
+        size = {w[0].shape[n] for w in self.layers for n in (1, 2)}
+        if old is None or old.ndim != 3 or size != {old.shape[1]} or new.shape != old.shape or change.patches:
+            return []
+        others = sorted(set(moved(old, new)[change.example].nonzero()[0].tolist()) - {change.position})
+        sentence = f"with all attention silenced, {change.what} changes position {others[:1]} of the last hidden state"
+        return [("mixer", sentence)] if others else []
 
     def entered(self, loud, change, least):
         """The positions of the trace that a change enters by: what it changes before any call; None if unknown."""

@@ -75,9 +75,8 @@ def of_built(built, row):
         return
     traces = traces if isinstance(traces, list) else [traces]
     row.layers = len(traces[0].layers)
-    faults = hold(built, calls, traces, row)
+    faults = hold(built, calls, output, traces, row)
     row.verdict, row.reason = ("WRONG", "; ".join(dict.fromkeys(faults))[:600]) if faults else ("equal", "")
-    del output
 
 
 def refusal(error, row, home):
@@ -93,7 +92,7 @@ def refusal(error, row, home):
     row.verdict, row.reason = "crash", f"{first_line(error)} ({place}{at(error)})"
 
 
-def hold(built, calls, traces, row):
+def hold(built, calls, output, traces, row):
     """All faults of a trace: sentences."""
     if not calls:
         return [f"a trace of {len(traces[0].layers)} layers, but no attention was seen"]
@@ -117,7 +116,7 @@ def hold(built, calls, traces, row):
     faults += claims.order(held, places, layers)[:2]
     row.eager = agreement(built, calls)
     if len(kept) == len(calls):
-        faults += of_changes(built, calls, found, layers, traces, row)
+        faults += of_changes(built, calls, output, found, layers, traces, row)
     return faults
 
 
@@ -126,10 +125,10 @@ def trivial(call):
     return bool((call.weights.amax(-1) > 1 - 1e-4).all())
 
 
-def of_changes(built, calls, found, layers, traces, row):
+def of_changes(built, calls, output, found, layers, traces, row):
     """Faults that show when single tokens and patches are changed."""
     said = bool(traces[0].model.get("mixers"))
-    reality, faults = claims.Reality(built, calls, found, layers), {}
+    reality, faults = claims.Reality(built, calls, output, found, layers), {}
     made = changes.changes(built, calls, traces, CHANGES)
     for change in made:
         for kind, sentence in reality.hold(change):
