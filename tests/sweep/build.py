@@ -165,7 +165,7 @@ def instance(kind, config, cross=False):
     if cross:
         count = inputs["input_ids"].shape[1]
         states = recipes.Maker(model).argument("encoder_hidden_states", inputs)
-        inputs = {**inputs, "encoder_hidden_states": states[:, :count]}
+        inputs = {**inputs, "encoder_hidden_states": states[:, :count].contiguous()}
         ran(model, inputs)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     randomise(model)

@@ -18,7 +18,7 @@ class Change:
     def __init__(self, example, position, inputs, what, strict, sure=True):
         self.example, self.position, self.inputs = example, position, inputs
         self.what, self.strict, self.sure = what, strict, sure
-        self.module, self.patches = None, False
+        self.module, self.at, self.patches = None, position, False
 
     def before(self):
         """For a change of a state inside the model: the module and the hook that changes its input once."""
@@ -33,8 +33,8 @@ class Change:
             args, kwargs = list(args), dict(kwargs)
             place, key = (args, 0) if args else (kwargs, "hidden_states")
             state = place[key].clone()
-            random = torch.Generator().manual_seed(self.position)
-            state[self.example, self.position] += torch.randn(state.shape[2], generator=random)
+            random = torch.Generator().manual_seed(self.at)
+            state[self.example, self.at] += torch.randn(state.shape[2], generator=random)
             place[key] = state
             return tuple(args), kwargs
 
@@ -79,7 +79,8 @@ def words(built, trace, example, name, special):
         return
     count, tokens, start = ids.shape[1], len(trace.tokens), 0
     joint = trace.decoder_start is not None
-    if name == "decoder_input_ids":
+    beside = "encoder_hidden_states" in built.inputs and "decoder_input_ids" not in built.inputs
+    if name == "decoder_input_ids" or (joint and beside):
         start = trace.decoder_start if joint else tokens - count
     text = [n for n, role in enumerate(trace.roles) if role in ("text", "special")]
     if joint or tokens == count:

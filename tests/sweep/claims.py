@@ -79,6 +79,12 @@ class Reality:
         quiet, silent = watch(self.built.model, change.inputs, silence=True, before=change.before())
         if len(loud) != len(self.calls) or len(quiet) != len(self.silent):
             return [("place", f"{change.what}: the model makes another number of calls")]
+        if change.module is not None:
+            # Which position of the trace a state stands for, the first call's own keys tell.
+            own = (self.found[0].example == change.example).nonzero()[0]
+            change.position = int(self.found[0].columns[own[0], change.at]) if len(own) else -1
+            if change.position < 0:
+                return []
         entered, touched = self.entered(loud, change, CHANGED), self.entered(loud, change, 0)
         if entered is None:
             return []

@@ -102,7 +102,7 @@ def hold(built, calls, output, traces, row):
     if ids is not None and ids.ndim == 2 and len(traces[0].tokens) < ids.shape[1]:
         return [f"only {len(traces[0].tokens)} of {ids.shape[1]} tokens, none of which is padding, are in the trace"]
     found, unknown, layers = matching.match(calls, traces)
-    missing = [c for c, one in zip(calls, found, strict=True) if one is None and not trivial(c)]
+    missing = [c for c, one in zip(calls, found, strict=True) if one is None and not silent(c)]
     faults = []
     if missing:
         shape = " x ".join(map(str, missing[0].weights.shape))
@@ -115,14 +115,15 @@ def hold(built, calls, output, traces, row):
     held, places = [c for c, _ in kept], [one for _, one in kept]
     faults += claims.order(held, places, layers)[:2]
     row.eager = agreement(built, calls)
-    if len(kept) == len(calls):
+    found = [matching.nowhere(c) if one is None and silent(c) else one for c, one in zip(calls, found, strict=True)]
+    if None not in found:
         faults += of_changes(built, calls, output, found, layers, traces, row)
     return faults
 
 
-def trivial(call):
-    """Whether every row has all its weight on one key, so that it cannot be told where it stands."""
-    return bool((call.weights.amax(-1) > 1 - 1e-4).all())
+def silent(call):
+    """Whether a call need not be found: no data in its values, or all weight of each row on one key."""
+    return not call.depends or bool((call.weights.amax(-1) > 1 - 1e-4).all())
 
 
 def of_changes(built, calls, output, found, layers, traces, row):

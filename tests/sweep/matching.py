@@ -30,6 +30,12 @@ class Found:
     columns: np.ndarray
 
 
+def nowhere(call):
+    """The place of a call that says nothing of what the model was given, and that a trace may leave out."""
+    stack, queries, keys = call.weights.shape
+    return Found(0, 0.0, *(np.full(shape, -1) for shape in (stack, (stack, queries), (stack, keys))))
+
+
 class Rows:
     """The rows of one layer in all traces of a batch, sorted, with a tree to find them by."""
 
