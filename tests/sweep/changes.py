@@ -80,6 +80,8 @@ def words(built, trace, example, name, special):
     count, tokens, start = ids.shape[1], len(trace.tokens), 0
     joint = trace.decoder_start is not None
     beside = "encoder_hidden_states" in built.inputs and "decoder_input_ids" not in built.inputs
+    # A decoder without tokens of its own is given those of the encoder, shifted.
+    shifted = joint and not beside and "decoder_input_ids" not in built.inputs
     if name == "decoder_input_ids" or (joint and beside):
         start = trace.decoder_start if joint else tokens - count
     text = [n for n, role in enumerate(trace.roles) if role in ("text", "special")]
@@ -100,7 +102,8 @@ def words(built, trace, example, name, special):
         def make(at=at, place=place, new=new):
             changed = ids.clone()
             changed[example, at] = new
-            return Change(example, place, {**built.inputs, name: changed}, f"{name}[{at}]", True)
+            inputs = {**built.inputs, name: changed}
+            return Change(example, place, inputs, f"{name}[{at}]", strict=not shifted)
 
         yield name, example, make
 
