@@ -850,7 +850,7 @@ def test_pooling_is_left_out_with_its_layer():
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (7, "layers=7:8 names none of the 3 attention calls, 0 to 2"),
+        (7, "layers=7:8 names none of the 3 layers of attention, 0 to 2"),
         (range(0, 3, 2), "next to each other"),
         ([0, 1], "next to each other"),
     ],

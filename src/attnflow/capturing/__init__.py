@@ -32,6 +32,7 @@ def capture(
     generate: int | Mapping[str, Any] | None = None,
     prove: bool = True,
     mixers: Mixers = "refuse",
+    tower: str | None = None,
 ) -> Trace | list[Trace]:
     """Run a model once and keep what it attended to: one trace per example, its padding removed.
 
@@ -74,16 +75,16 @@ def capture(
     if generate is not None:
         written = generation.written(model, args, kwargs, generate)
         same: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "target": target, "layers": layers}
-        same |= {"weights": weights, "prove": prove, "mixers": mixers}
+        same |= {"weights": weights, "prove": prove, "mixers": mixers, "tower": tower}
         answers = [_answer(capture(model, one, **same), start) for one, start in written]
         return answers[0] if len(answers) == 1 else answers
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
         huggingface.check_length(ids.shape[1], model, tokenizer)
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
-    how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights)}
+    how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights), "tower": tower}
     asks = prove and weights is None
-    compared = asks and not structure.known(model, args, kwargs)
+    compared = asks and not structure.known(model, args, kwargs, tower)
     recording, output = record(model, args, kwargs, chosen, compared=compared, **how)
     found = structure.recall(model, args, kwargs, recording) if asks and not compared else None
     if found is None:

@@ -52,6 +52,12 @@ class Dataflow:
     pools: bool
 
     @property
+    def read(self) -> int:
+        """The stream that the last layer changes, or the one that it pools."""
+        last = self.steps[-1][-1]
+        return last.on if self.pools else last.of
+
+    @property
     def mutual(self) -> bool:
         """Whether streams read each other, so that none is the encoder of the other."""
         readers = {(group.of, group.on) for step in self.steps for group in step if group.of != group.on}
@@ -160,9 +166,10 @@ def _same_sources(recording: Recording, one: int, other: int) -> bool:
 def _siblings(recording: Recording) -> list[list[int]]:
     """The calls in groups that read the same and are read together ever after: one module per head, heads in groups."""
     fed, calls = recording.fed, recording.calls
-    labels = [label for one in fed for label in one[:3]] + [recording.read]
+    labels = [label for number in recording.chosen for label in fed[number][:3]] + [recording.read]
     groups: list[list[int]] = []
-    for number, one in enumerate(fed):
+    for number in recording.chosen:
+        one = fed[number]
         for group in groups:
             first = fed[group[0]]
             same = one[:3] == first[:3] and calls[number].extent[2:] == calls[group[0]].extent[2:]

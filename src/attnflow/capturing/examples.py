@@ -152,7 +152,8 @@ def kept_positions(
     for stream in flow.joint:
         layout = proof.layouts[stream]
         mask = given.get(stream)
-        if isinstance(mask, torch.Tensor) and mask.shape == (layout.batch, layout.size):
+        signal = layout.source is not None and layout.source.kind in ("convolution", "linear", "module")
+        if not signal and isinstance(mask, torch.Tensor) and mask.shape == (layout.batch, layout.size):
             found[stream] = (mask != 0).cpu()
             continue
         numbers = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -51,20 +52,22 @@ class Names:
         """Of one example whose patches were placed: text, prefix tokens, patches."""
         found = ids_of(stream, None)
         ids = found[index].tolist() if found is not None else []
-        if len(ids) > len(placed.kept):
-            raise ValueError(
-                f"the model was given {len(ids)} token ids, but has {len(placed.kept)} positions beside the patches"
-            )
-        text = [i for i, kept in zip(ids, placed.kept.tolist(), strict=False) if kept]
+        if placed.own is not None and len(ids) > len(placed.kept):  # ids that stand for patches have a place as well
+            held = list(zip(placed.own, placed.places, strict=True))
+            text, beside = [ids[token] for token, place in held if place is None], 0
+        else:
+            text = [i for i, kept in zip(ids, placed.kept.tolist(), strict=False) if kept]
+            beside = int(placed.kept[len(ids) :].sum())
         tokens, roles, words = huggingface.labels(text, self.tokenizer)
-        prefix = vision.prefix_labels(self.model, int(placed.kept[len(ids) :].sum()))
+        prefix = vision.prefix_labels(self.model, beside)
         others = iter([*zip(tokens, roles, strict=True), *((name, "prefix") for name in prefix)])
         named: list[tuple[str, Any]] = [
             next(others) if place is None else (vision.place_label(place), "patch") for place in placed.places
         ]
         own_words: list[int] | None = None
         if words:
-            own_words = [*words, *range(max(words) + 1, max(words) + 1 + len(named) - len(words))]
+            word, more = iter(words), itertools.count(max(words) + 1)
+            own_words = [next(more) if role in ("prefix", "patch") else next(word) for _, role in named]
         return Labelled(
             self._named([name for name, _ in named], index),
             tuple(role for _, role in named),

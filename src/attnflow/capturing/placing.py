@@ -40,12 +40,14 @@ class Placed:
     that hold no patch (text, [CLS]), then the patches in reading order.
 
     places: for each position (row, column), or (frame, row, column), or None if it holds no patch. kept: of the tokens
-    that hold no patch, True for those that are no padding.
+    that hold no patch, True for those that are no padding. own: for each position its place among the tokens of the
+    calls, where it has one in all of them.
     """
 
     layers: tuple[Layer, ...]
     places: tuple[tuple[int, ...] | None, ...]
     kept: torch.Tensor
+    own: tuple[int, ...] | None = None
 
     @property
     def grid(self) -> Grid | None:
@@ -105,28 +107,31 @@ def place(
     """
     if source.plane[0] % batch:
         raise Unplaceable(f"the last convolution is over {source.plane[0]}, of {batch} examples")
-    calls = [call for call in recording.calls if not isinstance(call, LeftOut)]
-    if len(calls) < len(recording.calls):
+    calls = [call for number in recording.chosen if not isinstance(call := recording.calls[number], LeftOut)]
+    if len(calls) < len(recording.chosen):
         raise Unplaceable("that takes every layer, so leave layers= out")
     per = source.plane[0] // batch  # frames of one example that were convolved one by one
-    placed = [_example(calls, held, source.plane, per, index) for index in range(batch)]
+    placed = [
+        _example(calls, [held[number] for number in recording.chosen], source.plane, per, index)
+        for index in range(batch)
+    ]
     return placed if in_order else [_as_the_calls_have_it(one) for one in placed]
 
 
 def _as_the_calls_have_it(placed: Placed) -> Placed:
     """The same in the tokens' own order, if that is the order of all tokens in every call."""
-    orders = {layer.parts[0].queries if isinstance(layer, PlacedLayer) else None for layer in placed.layers}
-    (order, *more) = orders
-    if order is None or more or any(len(_parts(layer)) != 1 for layer in placed.layers):
-        return placed
-    if len(order) < len(placed.places):
-        return placed
-    layers = tuple(_parts(layer)[0].layer for layer in placed.layers)
-    return Placed(layers, tuple(placed.places[position] for position in order), placed.kept)
-
-
-def _parts(layer: Layer) -> tuple[Part, ...]:
-    return layer.parts if isinstance(layer, PlacedLayer) else ()
+    layers: list[Layer] = []
+    order: tuple[int, ...] | None = None
+    for layer in placed.layers:
+        if not isinstance(layer, PlacedLayer) or len(layer.parts) != 1 or placed.own is None:
+            return placed
+        (part,) = layer.parts
+        if len(part.queries) < layer.size or order not in (None, part.queries):
+            return placed
+        order = part.queries
+        layers.append(part.layer)
+    assert order is not None
+    return Placed(tuple(layers), tuple(placed.places[position] for position in order), placed.kept, placed.own)
 
 
 def _numbers(shape: Sequence[int]) -> NDArray[np.int64]:
@@ -137,13 +142,17 @@ def _numbers(shape: Sequence[int]) -> NDArray[np.int64]:
     return numbers
 
 
-def _place_of(number: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The indices of the patch of a number."""
+def _place_of(patches: Patches, shape: Sequence[int]) -> tuple[int, ...]:
+    """The indices of a patch, or of a block of patches that were merged before the first call, counted in blocks."""
+    number, both = patches
     place: list[int] = []
     for size in reversed(shape):
         width = (size - 1).bit_length()
-        place.append(number % (1 << width))
-        number >>= width
+        merged = both % (1 << width)
+        if merged & (merged + 1) or merged >= max(size - 1, 1):
+            raise Unplaceable("the first layer's tokens hold several patches each that are no block, or are channels")
+        place.append(number % (1 << width) >> merged.bit_length())
+        number, both = number >> width, both >> width
     return tuple(reversed(place))
 
 
@@ -168,8 +177,8 @@ def _example(calls: Sequence[Kept], held: Sequence[Held], shape: Sequence[int], 
         ]
         now = sorted({patches for _, _, patches in tokens})
         if not level:
-            if any(both for _, both in now):
-                raise Unplaceable("the first layer's tokens hold several patches each, or are channels")
+            if len({both for _, both in now}) > 1:
+                raise Unplaceable("some of the first layer's tokens hold more patches than others")
             first = now
         elif now != level:
             layers.append(_merging(level, now, before, call.module))
@@ -181,9 +190,11 @@ def _example(calls: Sequence[Kept], held: Sequence[Held], shape: Sequence[int], 
             raise Unplaceable(f"the queries of {call.module} are not its keys")
         places = {(window, token): rank[patches] for window, token, patches in tokens}
         layers.append(_layer(call, own, places, kept, before + len(now)))
-    indices = [_place_of(number, shape) for number, _ in first]
+    indices = [_place_of(patches, shape) for patches in first]
     places = [(place[0] - index * per, *place[1:]) if per > 1 else place[1:] for place in indices]
-    return Placed(tuple(layers), (*[None] * before, *places), kept)
+    tokens = {tuple(_kept_tokens(window, kept)) for own in windows for window in own}
+    own = tokens.pop() if len(tokens) == 1 and all(len(own) == 1 for own in windows) else None
+    return Placed(tuple(layers), (*[None] * before, *places), kept, own)
 
 
 def _windows_of(holds: Held, shape: Sequence[int], wanted: range) -> list[_Window]:
@@ -206,6 +217,12 @@ def _windows_of(holds: Held, shape: Sequence[int], wanted: range) -> list[_Windo
 def _without_patch(window: _Window) -> list[int]:
     """The tokens of a window that hold no patch."""
     return [token for token, patches in enumerate(window.holds) if patches is None]
+
+
+def _kept_tokens(window: _Window, kept: torch.Tensor) -> list[int]:
+    """The tokens of a window that hold a patch, or are no padding."""
+    dropped = {token for place, token in enumerate(_without_patch(window)) if not kept[place]}
+    return [token for token in range(len(window.holds)) if token not in dropped]
 
 
 def _kept_without_patch(calls: Sequence[Kept], windows: Sequence[list[_Window]]) -> torch.Tensor:

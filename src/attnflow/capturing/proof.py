@@ -21,7 +21,7 @@ from attnflow.capturing.calls import LeftOut, Rows, WeightedSum
 from attnflow.capturing.dataflow import Dataflow
 from attnflow.capturing.inputs import fresh
 from attnflow.capturing.labels import tensors_in
-from attnflow.capturing.recorder import Attending, Kind, Recorder, Recording, Source, eagerly
+from attnflow.capturing.recorder import Attending, Kind, Recorder, Recording, Source, digest, eagerly
 
 # How much of a vector must change for it to be changed, beyond what rounding does in its precision.
 _CHANGED = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -151,7 +151,7 @@ class Replay(Recorder):
                 "on chance, or on what ran before"
             )
         output = self.first.outputs[number].clone()
-        if self._reads and number == len(self.first.calls) - 1:
+        if self._reads and number == self.first.chosen[-1]:
             torch._C._set_grad_enabled(True)  # pyright: ignore[reportPrivateUsage]
             self.last = output.requires_grad_()
             output = output.clone()
@@ -198,6 +198,7 @@ def replay(
                 "before"
             )
         pairs = zip(first.digests, again.recording.digests, strict=True)
+        again.recording.tail = [(name, digest(x)) for name, x in again.recording.tail]
         changes = [{name: changed(one[name], other[name], first.dtype) for name in one} for one, other in pairs]
         return changes, output
 
@@ -234,7 +235,7 @@ class Proof:
     """
 
     layouts: Mapping[int, Layout]
-    orders: Sequence[Order]
+    orders: Mapping[int, Order]
     reads: Literal["last", "all"] | tuple[tuple[int, ...], ...] | None = None
     mixers: str | None = None
     asked: bool = True
@@ -276,7 +277,8 @@ def prove(
             seen.append((others, replay(model, args, kwargs, Replay(model, recording, others))[0]))
         if (found := next(_fitting(recording, flow, seen, hidden), None)) is not None:
             chosen, orders = found
-            return Proof(chosen, orders, _positions_read(again, output, orders[-1], chosen, flow))
+            reads = _positions_read(again, output, orders[recording.chosen[-1]], chosen, flow)
+            return Proof(chosen, orders, reads, _mixed_after(again, chosen[flow.read], masks))
     return None
 
 
@@ -307,7 +309,7 @@ def _fitting(
     flow: Dataflow,
     seen: Sequence[tuple[Mapping[Key, torch.Tensor], Sequence[Mapping[str, torch.Tensor]]]] | None,
     hidden: Mapping[int, torch.Tensor],
-) -> Iterator[tuple[dict[int, Layout], list[Order]]]:
+) -> Iterator[tuple[dict[int, Layout], dict[int, Order]]]:
     """The layouts of the joint streams, and the order of each call, that the sizes allow and that fit what was seen.
 
     seen: which tokens of which sources were changed, and what changed in every call.
@@ -362,10 +364,11 @@ def _orders(
     chosen: Mapping[int, Layout],
     seen: Sequence[tuple[Mapping[Key, torch.Tensor], Sequence[Mapping[str, torch.Tensor]]]] | None,
     hidden: Mapping[int, torch.Tensor],
-) -> list[Order] | None:
+) -> dict[int, Order] | None:
     """The order of each call in some layouts of the streams; None if one fits in no order."""
-    orders: list[Order] = []
-    for number, call in enumerate(recording.calls):
+    orders: dict[int, Order] = {}
+    for number in recording.chosen:
+        call = recording.calls[number]
         group, probes = flow.group_of(number)
         batch = chosen[group.on].batch
         for order in ORDERS:
@@ -387,7 +390,7 @@ def _orders(
                 for name, stream in sides.items()
                 if stream is not None and name in changes[number]
             ):
-                orders.append(order)
+                orders[number] = order
                 break
         else:
             return None
@@ -426,6 +429,22 @@ def _matches(
     return not bool((missing & ~found).any())
 
 
+def _mixed_after(again: Replay, layout: Layout, masks: Mapping[Key, torch.Tensor]) -> str | None:
+    """The first module after the last call that returned other positions changed than those that were; None if none."""
+    if layout.source is None or (layout.source.kind, layout.source.number) not in masks:
+        return None
+    due = layout.positions(masks[layout.source.kind, layout.source.number])[:, layout.past :]
+    for (name, before), (_, after) in zip(again.first.tail, again.recording.tail, strict=False):
+        if before.shape != after.shape:
+            continue
+        differs = changed(before, after, again.first.dtype)
+        if differs.shape == due.T.shape and layout.batch_axis == 1:
+            differs = differs.T
+        if differs.shape == due.shape and bool((differs & ~due).any()):
+            return name
+    return None
+
+
 def _positions_read(
     again: Replay, output: Any, order: Order, chosen: Mapping[int, Layout], flow: Dataflow
 ) -> tuple[tuple[int, ...], ...] | None:
@@ -444,7 +463,7 @@ def _positions_read(
         (gradient,) = torch.autograd.grad((target * weights).sum(), last, allow_unused=True)
     if gradient is None:  # pyright: ignore[reportUnnecessaryComparison]
         return None
-    call = again.recording.calls[-1]
+    call = again.recording.calls[again.first.chosen[-1]]
     assert not isinstance(call, LeftOut)
     found = call.with_gradient(gradient).gradient
     assert found is not None

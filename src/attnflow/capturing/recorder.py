@@ -82,16 +82,19 @@ class Fed(NamedTuple):
 class Recording:
     """What a forward pass did: its attention calls in order, and what feeds each of them.
 
-    marks: what each bit of a label stands for: a source, or the number of a call. outputs, digests: of every call, if
-    the pass is to be compared with others. read: the label of what the model returned, or of the target's scores.
-    constant: modules whose attention has values of no input; lost: modules whose output has no label. differences: the
-    labels of tensors that were subtracted. random_state: of torch, before the pass.
+    marks: what each bit of a label stands for: a source, or the number of a call. outputs, digests: of every call, and
+    tail: what modules returned after the last one, if the pass is to be compared with others. read: the label of what
+    the model returned, or of the target's scores. constant: modules whose attention has values of no input; lost:
+    modules whose output has no label. differences: the labels of tensors that were subtracted. random_state, drew: of
+    torch, before the pass, and whether the pass drew any random number. dtype: of the first call. assumed: whether the
+    calls are what the caller pointed at. tower: the module whose calls alone are explained.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
     fed: list[Fed] = field(default_factory=list[Fed])
     marks: list[Source | int | None] = field(default_factory=list["Source | int | None"])
     outputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    tail: list[tuple[str, torch.Tensor]] = field(default_factory=list[tuple[str, torch.Tensor]])
     digests: list[dict[str, torch.Tensor]] = field(default_factory=list[dict[str, torch.Tensor]])
     read: int = 0
     constant: list[str] = field(default_factory=list[str])
@@ -101,6 +104,7 @@ class Recording:
     drew: bool = False
     dtype: torch.dtype = torch.float32
     assumed: bool = False
+    tower: str | None = None
 
     def settle(self) -> None:
         """Forget the modules that made tokens, but for those whose output every call is still fed by.
@@ -115,6 +119,13 @@ class Recording:
                 modules &= fed.queries & fed.keys & fed.values
         strip = every & ~modules
         self.fed = [Fed(fed.queries & ~strip, fed.keys & ~strip, fed.values & ~strip, *fed[3:]) for fed in self.fed]
+
+    @property
+    def chosen(self) -> list[int]:
+        """The calls that are explained: those of one tower, or all."""
+        return [
+            number for number, call in enumerate(self.calls) if self.tower is None or within(call.module, self.tower)
+        ]
 
     def hides(self, number: int) -> bool:
         """Whether what no query of a call attends to may be padding, and is not what the model chose to leave out.
@@ -135,8 +146,9 @@ class Recording:
         return [mark for number, mark in enumerate(self.marks) if label >> number & 1 and isinstance(mark, Source)]
 
     def callers(self, label: int) -> list[int]:
-        """The numbers of the calls in a label."""
-        return [mark for number, mark in enumerate(self.marks) if label >> number & 1 and isinstance(mark, int)]
+        """The numbers of the explained calls in a label."""
+        found = [mark for number, mark in enumerate(self.marks) if label >> number & 1 and isinstance(mark, int)]
+        return [call for call in found if self.tower is None or within(self.calls[call].module, self.tower)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +177,8 @@ class Recorder(TorchFunctionMode):
     Hooks tell which module is running; they are removed on leaving, also after an error. The calls themselves go
     through untouched, and what is kept of them are references to their arguments, or with `copies` copies, for models
     that write into them later. With `weights_of`, only what it says is recorded. layers: the calls that are kept; of
-    others only that they were made. compared: whether what is needed to compare the pass with another is kept.
+    others only that they were made; tower: the module whose calls alone are kept and explained. compared: whether what
+    is needed to compare the pass with another is kept.
     """
 
     def __init__(
@@ -177,6 +190,7 @@ class Recorder(TorchFunctionMode):
         weights_of: WeightsOf | None = None,
         compared: bool = False,
         copies: bool = False,
+        tower: str | None = None,
     ) -> None:
         super().__init__()
         self._layers, self._weights_of, self._compared, self._copies = layers, weights_of, compared, copies
@@ -191,7 +205,8 @@ class Recorder(TorchFunctionMode):
         self._hooks: list[RemovableHandle] = []
         self._over = self._aside = False
         self.unwatched: str | None = None
-        self.recording = Recording(random_state=torch.get_rng_state(), assumed=weights_of is not None)
+        self.recording = Recording(random_state=torch.get_rng_state(), assumed=weights_of is not None, tower=tower)
+        self._depths: list[int] = []
 
     def __enter__(self) -> Recorder:
         if getattr(_active, "recorder", None) is not None:
@@ -266,6 +281,10 @@ class Recorder(TorchFunctionMode):
         if unlabelled and (label := self._labels.of_all(args) | self._labels.of_all(kwargs)):
             self.recording.lost.append(name)
             self._labels.set(unlabelled, label)
+        if self._compared and self.recording.calls:
+            found = [x for x in tensors_in(output) if x.is_floating_point() and x.ndim == 3]
+            # As many vectors as numbers in each: weights of attention, which a module returns beside its output.
+            self.recording.tail += [(name, x) for x in found if x.shape[1] != x.shape[2]]
         if isinstance(output, torch.Tensor) and output.ndim > 1:
             label = self._labels.of(output)
             kinds = {source.kind for source in self.recording.sources(label)}
@@ -395,7 +414,9 @@ class Recorder(TorchFunctionMode):
             self._watch(output)
             output = output.clone() if self._copies else output
         bit = self._mark(len(recording.calls) - 1)
+        self._depths.append(self._depth(call.module, labels))
         recording.fed.append(Fed(*labels, bit, self._visits[-1]))
+        recording.tail.clear()
         self._labels.set(output, bit)
         self._leave_out(self._certainly_left_out())
         return output
@@ -417,12 +438,25 @@ class Recorder(TorchFunctionMode):
         """Whether the model wrote into something that was kept, or may have done so unseen."""
         return any(version < 0 or x._version != version for x, version in self._watched)  # pyright: ignore[reportPrivateUsage]
 
+    def _depth(self, module: str, labels: tuple[int, ...]) -> int:
+        """The layer of a call: that of the call before if both read the same; -1 for what is not explained."""
+        if self.recording.tower is not None and not within(module, self.recording.tower):
+            return -1
+        before = [number for number, depth in enumerate(self._depths) if depth >= 0]
+        if not before:
+            return 0
+        alike = self.recording.fed[before[-1]][:3] == labels[:3]
+        return self._depths[before[-1]] + (0 if alike else 1)
+
     def _certainly_left_out(self) -> set[int]:
         """The calls made so far that the asked layers will not have among them, however many calls follow."""
-        count, start, stop = len(self.recording.calls), self._layers.start or 0, self._layers.stop
+        count, start, stop = max(self._depths) + 1, self._layers.start or 0, self._layers.stop
         below = range(start if start >= 0 else count + start)
         above = range(stop, count) if stop is not None and stop >= 0 else range(0)
-        return set(below) | set(above)
+        return self._of_depths({-1, *below, *above})
+
+    def _of_depths(self, depths: set[int]) -> set[int]:
+        return {number for number, depth in enumerate(self._depths) if depth in depths}
 
     def _leave_out(self, numbers: set[int]) -> None:
         calls = self.recording.calls
@@ -434,13 +468,13 @@ class Recorder(TorchFunctionMode):
 
         Raises ValueError if none is left.
         """
-        count = len(self.recording.calls)
-        if count and not range(count)[self._layers]:
+        count = max(self._depths) + 1
+        if not range(count)[self._layers]:
             raise ValueError(
-                f"layers={self._layers.start}:{self._layers.stop} names none of the {count} attention calls, 0 to "
+                f"layers={self._layers.start}:{self._layers.stop} names none of the {count} layers of attention, 0 to "
                 f"{count - 1}"
             )
-        self._leave_out(set(range(count)) - set(range(count)[self._layers]))
+        self._leave_out(self._of_depths(set(range(count)) - set(range(count)[self._layers])))
 
     def _check_room(self, call: WeightedSum) -> None:
         """Refuse weights of all layers, which models that compute their own attention give, where they cannot fit."""
@@ -493,6 +527,11 @@ def refuse_functorch(module: str, x: torch.Tensor) -> None:
         )
 
 
+def within(module: str, tower: str) -> bool:
+    """Whether a module lies in a tower, which is named by its path or by the last names of it."""
+    return f".{tower}." in f".{module}."
+
+
 def reached(recording: Recording, label: int) -> int:
     """A label with the labels of all that its calls were fed by, down to the inputs."""
     for fed in reversed(recording.fed):
@@ -519,13 +558,14 @@ def record(
     weights_of: WeightsOf | None = None,
     compared: bool = False,
     copies: bool = False,
+    tower: str | None = None,
 ) -> tuple[Recording, Any]:
     """Run the model once; the recording and the model's output.
 
     target: gives the scores (example,) of the model's output whose sum is differentiated with respect to what every
     call returned; each call then keeps the gradient of its own example's target. Without
-    one no gradients are computed. Parameters' gradients are left as they were. layers, weights_of, compared, copies:
-    see `Recorder`. A model that writes into what was kept runs once more, and copies are kept.
+    one no gradients are computed. Parameters' gradients are left as they were. layers, weights_of, compared, copies,
+    tower: see `Recorder`. A model that writes into what was kept runs once more, and copies are kept.
 
     Raises ValueError if no attention call was seen, and where the graph of gradients is cut.
     """
@@ -535,9 +575,8 @@ def record(
             "outside, or capture without target="
         )
     state = torch.get_rng_state()
-    recorder = Recorder(
-        model, gradients=target is not None, layers=layers, weights_of=weights_of, compared=compared, copies=copies
-    )
+    settings: dict[str, Any] = {"layers": layers, "weights_of": weights_of, "compared": compared, "tower": tower}
+    recorder = Recorder(model, gradients=target is not None, copies=copies, **settings)
     with torch.inference_mode(False), torch.set_grad_enabled(target is not None), eagerly():
         own_args, own_kwargs = fresh(args), fresh(kwargs)
         with recorder:
@@ -547,16 +586,15 @@ def record(
             scores = None if target is None else target(output)
             if scores is not None:
                 recorder.finish(scores)
-        if not recorder.recording.calls:
+        if not recorder.recording.chosen:
             raise ValueError(_nothing_seen(model, recorder.recording))
         recorder.recording.settle()
+        recorder.recording.tail = [(name, digest(x)) for name, x in recorder.recording.tail]
         recorder.recording.drew = not state.equal(torch.get_rng_state())
         recorder.choose_layers()
         if recorder.overwritten() and not copies:
             torch.set_rng_state(state)
-            return record(
-                model, args, kwargs, target, layers=layers, weights_of=weights_of, compared=compared, copies=True
-            )
+            return record(model, args, kwargs, target, copies=True, **settings)
         if scores is not None:
             recorder.backward(scores.sum())
     return recorder.recording, output
@@ -570,6 +608,11 @@ def eagerly() -> AbstractContextManager[Any]:
 
 def _nothing_seen(model: torch.nn.Module, recording: Recording) -> str:
     kind = type(model).__name__
+    if recording.calls:
+        names = sorted({call.module for call in recording.calls})
+        raise ValueError(
+            f"no attention was seen in tower={recording.tower!r} of {kind}; it was in {', '.join(names[:4])}"
+        )
     if recording.assumed:
         return f"weights= found no attention in any of the modules of {kind} that ran"
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]

@@ -72,15 +72,15 @@ class _Known:
 _known: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, _Known]] = weakref.WeakKeyDictionary()
 
 
-def known(model: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+def known(model: torch.nn.Module, args: Any, kwargs: Any, tower: str | None) -> bool:
     """Whether a model was asked before about inputs of these shapes."""
-    found = _known.get(model, {}).get(_shapes(model, (args, kwargs)))
+    found = _known.get(model, {}).get(_shapes(model, (args, kwargs), tower))
     return found is not None and found.values in (None, _values((args, kwargs)))
 
 
 def recall(model: torch.nn.Module, args: Any, kwargs: Any, recording: Recording) -> Structure | None:
     """What was found out before about such a pass, if the calls are fed as they were then."""
-    found = _known.get(model, {}).get(_shapes(model, (args, kwargs)))
+    found = _known.get(model, {}).get(_shapes(model, (args, kwargs), recording.tower))
     if found is None or found.calls != _calls(recording):
         return None
     flow, structure = dataflow(recording), found.structure
@@ -124,7 +124,7 @@ def find(
         )
         values = _values((args, kwargs)) if patches else None
         of_model = _known.setdefault(model, {})
-        of_model[_shapes(model, (args, kwargs))] = _Known(_calls(recording), values, structure)
+        of_model[_shapes(model, (args, kwargs), recording.tower)] = _Known(_calls(recording), values, structure)
     return structure
 
 
@@ -146,6 +146,8 @@ def _structure(
     reason = _unfit(recording, flow) if likely is None else _NOT_POSITIONS
     for kinds in (KINDS[:-1], KINDS):
         if asks and (proof := prove(model, args, kwargs, recording, flow, padding, kinds)) is not None:
+            if proof.mixers is not None:
+                _say_mixed(model, proof.mixers, mixers)
             return Structure(flow, proof)
         source = _signal(flow)
         if source is not None and kinds != KINDS:
@@ -156,6 +158,12 @@ def _structure(
     name = None if likely is None else first_mixer(model, args, kwargs, recording, flow, likely.layouts)
     if likely is None or name is None:
         raise Misfit(reason)
+    _say_mixed(model, name, mixers)
+    return Structure(flow, Proof(likely.layouts, likely.orders, None, name or type(model).__name__))
+
+
+def _say_mixed(model: torch.nn.Module, name: str, mixers: Mixers) -> None:
+    """Raise ValueError for a module that moves information between positions, or warn of it if that is allowed."""
     said = (
         f"{name or type(model).__name__} moves information between positions, and is no attention that capture sees: "
         "when some tokens are changed and all recorded calls return what they did, others change there too"
@@ -165,8 +173,7 @@ def _structure(
             f"{said}; {_remedy(model)}, or explain the recorded attention alone with mixers='allow', which the recipe "
             "says"
         )
-    warnings.warn(f"{said}; what follows explains the recorded attention alone", stacklevel=4)
-    return Structure(flow, Proof(likely.layouts, likely.orders, None, name or type(model).__name__))
+    warnings.warn(f"{said}; what follows explains the recorded attention alone", stacklevel=5)
 
 
 def _placed(
@@ -222,8 +229,12 @@ def _refuse_towers(model: torch.nn.Module, recording: Recording, flow: Dataflow)
             f"{len(sets)} passes through {common_path(sets[0]) or type(model).__name__}, which are no single graph; "
             "capture that module with one input at a time"
         )
-    names = " and ".join(f"model.{path}" for path in distinct_paths(sets))
-    raise Misfit(f"several towers, {names}, which are no single graph; capture one of them with what it takes")
+    paths = distinct_paths(sets)
+    names = " and ".join(f"model.{path}" for path in paths)
+    raise Misfit(
+        f"several towers, {names}, which are no single graph; explain one of them with tower={paths[-1]!r}, or capture "
+        "one of them with what it takes"
+    )
 
 
 def distinct_paths(sets: list[list[str]]) -> list[str]:
@@ -265,10 +276,10 @@ def _remedy(model: torch.nn.Module) -> str:
     return "if it is attention, name the modules that output its weights with weights="
 
 
-def _shapes(model: torch.nn.Module, values: Any) -> Any:
+def _shapes(model: torch.nn.Module, values: Any, tower: str | None) -> Any:
     """What must be alike for a structure to be recalled: the model's modules, and the inputs but for their numbers."""
     modules = hash(tuple((name, id(module)) for name, module in model.named_modules()))
-    return modules, _described(values)
+    return modules, tower, _described(values)
 
 
 def _described(values: Any) -> Any:
@@ -292,4 +303,4 @@ def _values(values: Any) -> bytes:
 
 def _calls(recording: Recording) -> Any:
     pairs = zip(recording.calls, recording.fed, strict=True)
-    return [(call.module, call.extent, fed[:5]) for call, fed in pairs]
+    return recording.tower, [(call.module, call.extent, fed[:5]) for call, fed in pairs]
