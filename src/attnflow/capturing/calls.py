@@ -80,11 +80,17 @@ class FusedCall:
         q, k = _take(self.q, rows), _take(self.k, of_keys)
         return AttentionCall(self.module, q, k, self.scale, mask, self.causal, gradient)
 
+    def rows_of(self, output: torch.Tensor) -> torch.Tensor:
+        """What the call returned as (outer, outer or 1, query, dim)."""
+        if self.out_projection is None:
+            return output.reshape(*self.q.shape[:3], -1)
+        return output.transpose(0, 1)[:, None] if output.ndim == 3 else output[None, None]
+
     def with_gradient(self, gradient: torch.Tensor) -> FusedCall:
         """The call with the gradient with respect to what it returned."""
         if self.out_projection is not None:
             return replace(self, gradient=self.out_projection.parted(gradient, self.q.shape[1]))
-        return replace(self, gradient=gradient.reshape(*self.q.shape[:3], -1))
+        return replace(self, gradient=self.rows_of(gradient))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +119,13 @@ class WeightedSum:
             gradient = WeightsGradient(_take(self.gradient, rows), _take(self.v, rows))
         return AttentionWeights(self.module, _take(self.weights, rows), captured=True, gradient=gradient)
 
+    def rows_of(self, output: torch.Tensor) -> torch.Tensor:
+        """What the call returned as (outer, outer, query, dim)."""
+        return self.arrange(output)
+
     def with_gradient(self, gradient: torch.Tensor) -> WeightedSum:
         """The call with the gradient with respect to what it returned."""
-        return replace(self, gradient=self.arrange(gradient))
+        return replace(self, gradient=self.rows_of(gradient))
 
 
 @dataclass(frozen=True, eq=False)

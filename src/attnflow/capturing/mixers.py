@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from attnflow.capturing.dataflow import Dataflow
 from attnflow.capturing.labels import tensors_in
-from attnflow.capturing.proof import Key, Layout, Replay, changed, masks_over, replay
+from attnflow.capturing.proof import Change, Layout, Proof, Replay, changed, due_in, masks_over, replay, the_others
 from attnflow.capturing.recorder import Recording, digest
 
 
@@ -30,10 +31,10 @@ class _Watch(Replay):
         self,
         model: torch.nn.Module,
         first: Recording,
-        masks: Mapping[Key, torch.Tensor],
+        change: Change,
         layouts: Mapping[int, Layout],
     ) -> None:
-        super().__init__(model, first, masks)
+        super().__init__(model, first, change)
         self._layouts = layouts
         self.passing: list[_Passing] = []
 
@@ -74,29 +75,39 @@ def first_mixer(
     kwargs: dict[str, Any],
     recording: Recording,
     flow: Dataflow,
-    layouts: Mapping[int, Layout],
+    likely: Proof,
 ) -> str | None:
     """The first module out of which more positions come changed than went in; None where no module shows it.
 
-    A module whose own parts had changed positions going in that it had not is itself what mixed them.
+    A module whose own parts had changed positions going in that it had not is itself what mixed them. likely: how the
+    tokens lie, as far as sizes tell.
     """
-    masks = masks_over(flow, layouts)
-    watched: list[list[_Passing]] = []
-    for run in ({}, masks):
-        again = _Watch(model, recording, run, layouts)
-        replay(model, args, kwargs, again)
-        watched.append(again.passing)
-    due: dict[int, torch.Tensor] = {}
-    for number, layout in layouts.items():
-        mask = None if layout.source is None else masks[layout.source.kind, layout.source.number]
-        if mask is not None:
-            due[number] = layout.positions(mask)
-    for before, after in zip(*watched, strict=False):
-        if before.stream not in due or before.vectors.shape != after.vectors.shape:
-            continue
-        expected = due[before.stream]
-        if len(before.vectors) == 1:
-            expected = expected.any(0, keepdim=True)
-        if (changed(before.vectors, after.vectors, recording.dtype) & ~expected).any():
-            return before.module.rpartition(".")[0] if before.enters else before.module
+    layouts = likely.layouts
+    some = Change(masks_over(flow, layouts))
+    some = replace(some, due={stream: due_in(layout, some.masks) for stream, layout in layouts.items()})
+    nothing = _watched(model, args, kwargs, recording, layouts, Change({}))
+    for change in (some, the_others(recording, flow, layouts, likely.orders, some)):
+        again = _watched(model, args, kwargs, recording, layouts, change)
+        for before, after in zip(nothing, again, strict=False):
+            if before.vectors.shape != after.vectors.shape:
+                continue
+            due = change.due[before.stream]
+            if len(before.vectors) == 1:
+                due = due.any(0, keepdim=True)
+            if (changed(before.vectors, after.vectors, recording.dtype) & ~due).any():
+                return before.module.rpartition(".")[0] if before.enters else before.module
     return None
+
+
+def _watched(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recording: Recording,
+    layouts: Mapping[int, Layout],
+    change: Change,
+) -> list[_Passing]:
+    """All that entered or left a module in a pass with a change."""
+    again = _Watch(model, recording, change, layouts)
+    replay(model, args, kwargs, again)
+    return again.passing

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from attnflow.capturing.calls import Kept, LeftOut, Rows
 from attnflow.capturing.examples import Seen, call_layer, seen_keys
-from attnflow.capturing.proof import Replay, replay
+from attnflow.capturing.proof import Change, Replay, replay
 from attnflow.capturing.recorder import Recording, Source
 from attnflow.layers import Layer, MergingLayer, Part, PlacedLayer
 from attnflow.trace import Grid
@@ -79,7 +79,7 @@ def ask(
     """What the tokens of every call hold, from runs of the model with changed patches of a source."""
 
     def holding(changed: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-        again = Replay(model, recording, {(source.kind, source.number): torch.from_numpy(changed)})
+        again = Replay(model, recording, Change({(source.kind, source.number): torch.from_numpy(changed)}))
         return [changes["v"].numpy() for changes in replay(model, args, kwargs, again)[0]]
 
     numbers = _numbers(source.plane)

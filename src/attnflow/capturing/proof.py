@@ -12,12 +12,12 @@ import itertools
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from attnflow.capturing.calls import LeftOut, Rows, WeightedSum
+from attnflow.capturing.calls import Kept, LeftOut, Rows, WeightedSum
 from attnflow.capturing.dataflow import Dataflow
 from attnflow.capturing.inputs import fresh
 from attnflow.capturing.labels import tensors_in
@@ -108,18 +108,30 @@ def _of_kind(sources: Sequence[Source], kind: Kind) -> list[Source]:
     return own[::-1] if kind in ("convolution", "module") else own
 
 
-class Replay(Recorder):
-    """Runs a model again with every attention call returning what it returned before, and with some tokens changed.
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What is changed in a pass that runs again.
 
-    changed: for sources, by kind and number, True where a token gets another vector. reads: whether gradients run from
-    the last call on, so that what the output is read from can be told.
+    masks: for sources, by kind and number, True where a token gets another vector. rows: for calls, by number,
+    (outer, outer, query), True where what they return is changed as well. due: for each joint stream (example,
+    position), True where a change may show.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, first: Recording, changed: Mapping[Key, torch.Tensor], *, reads: bool = False
-    ) -> None:
+    masks: Mapping[Key, torch.Tensor]
+    rows: Mapping[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    due: Mapping[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+
+
+class Replay(Recorder):
+    """Runs a model again with every attention call returning what it returned before, but for a change.
+
+    reads: whether gradients run from the last call on, so that what the output is read from can be told.
+    """
+
+    def __init__(self, model: torch.nn.Module, first: Recording, change: Change, *, reads: bool = False) -> None:
         super().__init__(model, compared=True)
-        self.first, self._masks, self._reads = first, changed, reads
+        self.first, self.change, self._masks = first, change, change.masks
+        self._reads = reads and not any(parameter.is_inference() for parameter in model.parameters())
         self.last: torch.Tensor | None = None
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -151,6 +163,8 @@ class Replay(Recorder):
                 "on chance, or on what ran before"
             )
         output = self.first.outputs[number].clone()
+        if number in self.change.rows:
+            output = _with_other_rows(call, output, self.change.rows[number])
         if self._reads and number == self.first.chosen[-1]:
             torch._C._set_grad_enabled(True)  # pyright: ignore[reportPrivateUsage]
             self.last = output.requires_grad_()
@@ -161,9 +175,24 @@ class Replay(Recorder):
 
 def another(x: torch.Tensor, mask: torch.Tensor, channels: int) -> torch.Tensor:
     """A tensor with other vectors along its axis of channels where a mask over the other axes says so."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(x.shape, generator=generator).to(x) * x.detach().float().std().to(x)
-    return torch.where(mask.to(x.device).unsqueeze(channels), x + noise, x)
+    return torch.where(mask.to(x.device).unsqueeze(channels), x + _noise(x), x)
+
+
+def _noise(x: torch.Tensor) -> torch.Tensor:
+    """Random numbers as far apart as those of a tensor are, or of size 1 where these are all the same."""
+    spread = float(x.detach().float().std(correction=0))
+    size = max(spread, 1e-3 * float(x.detach().float().abs().max())) or 1.0
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) * size
+
+
+def _with_other_rows(call: Kept, output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """What a call returned, with other vectors for some queries. rows (outer, outer, query)."""
+    numbers = call.rows_of(torch.arange(output.numel(), device=output.device).reshape(output.shape))
+    wanted = rows.to(output.device)[:, : numbers.shape[1], :, None].expand(numbers.shape)
+    flat = output.reshape(-1).clone()
+    chosen = numbers[wanted]
+    flat[chosen] += _noise(flat)[chosen]
+    return flat.reshape(output.shape)
 
 
 def _replaced(values: Any, others: Mapping[torch.Tensor, torch.Tensor]) -> Any:
@@ -268,18 +297,76 @@ def prove(
         if other or sources in tried or len(tried) == _MOST_TRIED:
             continue
         tried.append(sources)
-        masks = masks_over(flow, candidate)
-        again = Replay(model, recording, masks, reads=True)
-        changes, output = replay(model, args, kwargs, again)
-        seen = [(masks, changes)]
-        if any(mask.numel() <= _FEW for mask in masks.values()):
-            others = {key: ~mask for key, mask in masks.items()}
-            seen.append((others, replay(model, args, kwargs, Replay(model, recording, others))[0]))
-        if (found := next(_fitting(recording, flow, seen, hidden), None)) is not None:
-            chosen, orders = found
-            reads = _positions_read(again, output, orders[recording.chosen[-1]], chosen, flow)
-            return Proof(chosen, orders, reads, _mixed_after(again, chosen[flow.read], masks))
+        change = Change(masks_over(flow, candidate))
+        again = Replay(model, recording, change, reads=True)
+        seen, output = replay(model, args, kwargs, again)
+        found = next(_fitting(recording, flow, (change, seen), hidden), None)
+        if found is None:
+            continue
+        chosen, orders = found
+        reads = _positions_read(again, output, orders[recording.chosen[-1]], chosen, flow)
+        mixers = _mixed_after(again, chosen[flow.read], due_in(chosen[flow.read], change.masks))
+        if mixers is None:
+            others = the_others(recording, flow, chosen, orders, change)
+            again = Replay(model, recording, others)
+            seen, _ = replay(model, args, kwargs, again)
+            if not _stays(recording, flow, chosen, orders, others, seen):
+                return None
+            mixers = _mixed_after(again, chosen[flow.read], others.due[flow.read])
+        return Proof(chosen, orders, reads, mixers)
     return None
+
+
+def due_in(layout: Layout, masks: Mapping[Key, torch.Tensor]) -> torch.Tensor:
+    """(example, position), True for the positions that hold a token of which the masks say that it is changed."""
+    mask = None if layout.source is None else masks.get((layout.source.kind, layout.source.number))
+    return torch.zeros(layout.batch, layout.size, dtype=torch.bool) if mask is None else layout.positions(mask)
+
+
+def the_others(
+    recording: Recording, flow: Dataflow, chosen: Mapping[int, Layout], orders: Mapping[int, Order], change: Change
+) -> Change:
+    """The tokens that a change left alone, and what the calls return for them and for half of those that hold none."""
+    masks = {key: ~mask for key, mask in change.masks.items()}
+    due: dict[int, torch.Tensor] = {}
+    for stream, layout in chosen.items():
+        free = torch.ones(layout.size, dtype=torch.bool)
+        free[layout.prefix :] = False
+        half = torch.rand(layout.batch, layout.size, generator=torch.Generator().manual_seed(stream)) < 0.5
+        half[:, 0] = True
+        due[stream] = due_in(layout, masks) | (half & free)
+    rows: dict[int, torch.Tensor] = {}
+    for number, order in orders.items():
+        group, probes = flow.group_of(number)
+        if not probes:
+            outer = recording.calls[number].extent[:2]
+            queries = due[group.of][:, chosen[group.of].past :]
+            rows[number] = queries[order.examples(outer, chosen[group.of].batch)]
+    return Change(masks, rows, due)
+
+
+def _stays(
+    recording: Recording,
+    flow: Dataflow,
+    chosen: Mapping[int, Layout],
+    orders: Mapping[int, Order],
+    change: Change,
+    seen: Sequence[Mapping[str, torch.Tensor]],
+) -> bool:
+    """Whether nothing changed in any call but where a change is due."""
+    for number, order in orders.items():
+        for name, stream in _sides(flow, number).items():
+            if name in seen[number] and stream is not None:
+                layout, due = chosen[stream], change.due[stream]
+                if not _matches(seen[number][name], due, layout, order, None):
+                    return False
+    return True
+
+
+def _sides(flow: Dataflow, call: int) -> dict[str, int | None]:
+    """The streams of the queries, keys and values of a call; None for probes."""
+    group, probes = flow.group_of(call)
+    return {"q": None if probes else group.of, "k": group.on, "v": group.on}
 
 
 def masks_over(flow: Dataflow, layouts: Mapping[int, Layout]) -> dict[Key, torch.Tensor]:
@@ -307,12 +394,12 @@ def some_tokens(source: Source, seed: int) -> torch.Tensor:
 def _fitting(
     recording: Recording,
     flow: Dataflow,
-    seen: Sequence[tuple[Mapping[Key, torch.Tensor], Sequence[Mapping[str, torch.Tensor]]]] | None,
+    seen: tuple[Change, Sequence[Mapping[str, torch.Tensor]]] | None,
     hidden: Mapping[int, torch.Tensor],
 ) -> Iterator[tuple[dict[int, Layout], dict[int, Order]]]:
     """The layouts of the joint streams, and the order of each call, that the sizes allow and that fit what was seen.
 
-    seen: which tokens of which sources were changed, and what changed in every call.
+    seen: what was changed, and what changed in every call.
     """
     sizes = sizes_of(recording, flow)
     if sizes is None:
@@ -362,34 +449,29 @@ def _orders(
     recording: Recording,
     flow: Dataflow,
     chosen: Mapping[int, Layout],
-    seen: Sequence[tuple[Mapping[Key, torch.Tensor], Sequence[Mapping[str, torch.Tensor]]]] | None,
+    seen: tuple[Change, Sequence[Mapping[str, torch.Tensor]]] | None,
     hidden: Mapping[int, torch.Tensor],
 ) -> dict[int, Order] | None:
     """The order of each call in some layouts of the streams; None if one fits in no order."""
     orders: dict[int, Order] = {}
     for number in recording.chosen:
         call = recording.calls[number]
-        group, probes = flow.group_of(number)
-        batch = chosen[group.on].batch
+        fed, sides = recording.fed[number], _sides(flow, number)
+        begins = {"q": fed.queries, "k": fed.keys, "v": fed.values}
+        batch = chosen[flow.group_of(number)[0].on].batch
         for order in ORDERS:
             if call.extent[order.axis] % batch:
                 continue
-            sides = {"q": None if probes else group.of, "k": group.on, "v": group.on}
-            begins = {"q": recording.fed[number].queries, "k": recording.fed[number].keys}
-            begins |= {"v": recording.fed[number].values}
-            if all(
-                _matches(
-                    changes[number][name],
-                    mask,
-                    chosen[stream],
-                    order,
-                    hidden.get(stream),
-                    fresh=not recording.callers(begins[name]),
-                )
-                for mask, changes in seen or ()
-                for name, stream in sides.items()
-                if stream is not None and name in changes[number]
-            ):
+            for name, stream in sides.items() if seen is not None else ():
+                if stream is None or name not in seen[1][number]:
+                    continue
+                due = due_in(chosen[stream], seen[0].masks)
+                certain = None
+                if not recording.callers(begins[name]):
+                    certain = due & ~hidden[stream] if hidden.get(stream, due[:0]).shape == due.shape else due
+                if not _matches(seen[1][number][name], due, chosen[stream], order, certain):
+                    break
+            else:
                 orders[number] = order
                 break
         else:
@@ -398,42 +480,29 @@ def _orders(
 
 
 def _matches(
-    changes: torch.Tensor,
-    masks: Mapping[Key, torch.Tensor],
-    layout: Layout,
-    order: Order,
-    hidden: torch.Tensor | None,
-    *,
-    fresh: bool,
+    changes: torch.Tensor, due: torch.Tensor, layout: Layout, order: Order, certain: torch.Tensor | None
 ) -> bool:
-    """Whether no tokens changed but those that hold what was changed, and in a fresh stream these in some head each.
+    """Whether no vectors changed but those at positions that are due, and those that are certain in some head each.
 
-    In deep layers a change may be lost in rounding beside what attention added. hidden (example, position): those that
-    need not change.
+    Where a stream begins all that are due are certain, but for padding; in deep layers a change may be lost in rounding
+    beside what attention added. due, certain (example, position).
     """
     outer = changes.shape[:2]
     past = layout.size - changes.shape[2]  # queries stand for no keys of the past
     if past not in (0, layout.past) or outer[order.axis] % layout.batch:
         return False
-    source = layout.source
-    mask = None if source is None else masks.get((source.kind, source.number))
-    due = torch.zeros(layout.batch, layout.size, dtype=torch.bool) if mask is None else layout.positions(mask)
-    missing = due if hidden is None or hidden.shape != due.shape else due & ~hidden
-    due, missing = due[:, past:], missing[:, past:]
     examples = order.examples(outer, layout.batch)
-    if bool((changes & ~due[examples]).any()):
+    if bool((changes & ~due[:, past:][examples]).any()):
         return False
-    if not fresh:
+    if certain is None:
         return True
     found = torch.stack([changes[examples == example].any(0) for example in range(layout.batch)])
-    return not bool((missing & ~found).any())
+    return not bool((certain[:, past:] & ~found).any())
 
 
-def _mixed_after(again: Replay, layout: Layout, masks: Mapping[Key, torch.Tensor]) -> str | None:
-    """The first module after the last call that returned other positions changed than those that were; None if none."""
-    if layout.source is None or (layout.source.kind, layout.source.number) not in masks:
-        return None
-    due = layout.positions(masks[layout.source.kind, layout.source.number])[:, layout.past :]
+def _mixed_after(again: Replay, layout: Layout, due: torch.Tensor) -> str | None:
+    """The first module after the last call that returned other positions changed than those that are due, or None."""
+    due = due[:, layout.past :]
     for (name, before), (_, after) in zip(again.first.tail, again.recording.tail, strict=False):
         if before.shape != after.shape:
             continue

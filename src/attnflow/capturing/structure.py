@@ -155,7 +155,7 @@ def _structure(
                 return _placed(model, args, kwargs, recording, flow, source)
             except placing.Unplaceable as error:
                 reason = str(error)
-    name = None if likely is None else first_mixer(model, args, kwargs, recording, flow, likely.layouts)
+    name = None if likely is None else first_mixer(model, args, kwargs, recording, flow, likely)
     if likely is None or name is None:
         raise Misfit(reason)
     _say_mixed(model, name, mixers)
