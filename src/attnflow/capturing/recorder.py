@@ -167,7 +167,7 @@ class Recorder(TorchFunctionMode):
         self._seen: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         self._thread = threading.get_ident()
         self._hooks: list[RemovableHandle] = []
-        self._over = self._aside = False
+        self._over = False
         self.unwatched: str | None = None
         self.recording = Recording(random_state=torch.get_rng_state(), assumed=weights_of is not None)
 
@@ -225,11 +225,8 @@ class Recorder(TorchFunctionMode):
             return None
         self._running.pop()
         self._visits.pop()
-        self._aside = True
-        try:
+        with torch._C.DisableTorchFunction():  # pyright: ignore
             return self._left(name, module, args, kwargs, output)
-        finally:
-            self._aside = False
 
     def _left(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Look at what a module returned: weights that were asked for, a lost label, tokens made of a signal.
@@ -254,8 +251,6 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let the call through, then keep its arguments if it is attention, or pass labels on if it is not."""
         kwargs = kwargs or {}
-        if self._aside:
-            return func(*args, **kwargs)
         attending = None if self._over or self._weights_of else self._attending(func, args, kwargs)
         if attending is not None:
             return self._attend(attending, func, args, kwargs)
@@ -338,14 +333,9 @@ class Recorder(TorchFunctionMode):
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             happens = training and p > 0
         else:
-            module = self._module()
-            happens = (func in _RANDOM or func is F.batch_norm) and module is not None and module.training
+            happens = (func in _RANDOM or func is F.batch_norm) and self._model.get_submodule(self._running[-1]).training
         if happens:
             raise ValueError(f"{self._running[-1] or 'the model'} drops or normalises as in training mode; {EVALUATE}")
-
-    def _module(self) -> torch.nn.Module | None:
-        name = self._running[-1]
-        return self._model.get_submodule(name)
 
     def _keep(self, call: Kept, output: torch.Tensor, labels: tuple[int, int, int]) -> torch.Tensor:
         """Keep a call, and give its output the label of the call alone; what the model gets as the output."""
