@@ -115,7 +115,8 @@ class Replay(Recorder):
     def __init__(
         self, model: torch.nn.Module, first: Recording, changed: Mapping[Key, torch.Tensor], *, reads: bool = False
     ) -> None:
-        super().__init__(model, compared=True)
+        last = slice(len(first.calls) - 1, None)  # what the calls below it held is not looked at again
+        super().__init__(model, compared=True, layers=last)
         self.first, self._masks, self._reads = first, changed, reads
         self.last: torch.Tensor | None = None
 

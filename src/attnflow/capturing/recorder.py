@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -159,7 +160,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._layers, self._weights_of, self._compared, self._copies = layers, weights_of, compared, copies
         self._outputs: list[torch.Tensor] | None = [] if gradients else None
-        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._model = model
         self._labels = Labels()
         self._by_hand = WeightsByHand(self._labels)
@@ -333,7 +334,8 @@ class Recorder(TorchFunctionMode):
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             happens = training and p > 0
         else:
-            happens = (func in _RANDOM or func is F.batch_norm) and self._model.get_submodule(self._running[-1]).training
+            depends = func in _RANDOM or func is F.batch_norm
+            happens = depends and self._model.get_submodule(self._running[-1]).training
         if happens:
             raise ValueError(f"{self._running[-1] or 'the model'} drops or normalises as in training mode; {EVALUATE}")
 
@@ -377,11 +379,12 @@ class Recorder(TorchFunctionMode):
         return call
 
     def _watch(self, x: torch.Tensor) -> None:
-        self._watched.append((x, -1 if x.is_inference() else x._version))  # pyright: ignore[reportPrivateUsage]
+        self._watched.append((weakref.ref(x), -1 if x.is_inference() else x._version))  # pyright: ignore[reportPrivateUsage]
 
     def overwritten(self) -> bool:
         """Whether the model wrote into something that was kept, or may have done so unseen."""
-        return any(version < 0 or x._version != version for x, version in self._watched)  # pyright: ignore[reportPrivateUsage]
+        watched = [(x, version) for ref, version in self._watched if (x := ref()) is not None]
+        return any(version < 0 or x._version != version for x, version in watched)  # pyright: ignore[reportPrivateUsage]
 
     def _certainly_left_out(self) -> set[int]:
         """The calls made so far that the asked layers will not have among them, however many calls follow."""
