@@ -24,6 +24,9 @@ _SHAPE_ONLY = frozenset(
 )  # fmt: skip
 
 
+_NESTED = (tuple, list, Mapping)
+
+
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """Every tensor among arguments or outputs: in tuples, lists, mappings and dataclass-like outputs, at any depth."""
     if isinstance(values, torch.Tensor):
@@ -36,7 +39,7 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
-        elif isinstance(value, tuple | list | Mapping):
+        elif isinstance(value, _NESTED):
             found += tensors_in(value)
     return found
 
