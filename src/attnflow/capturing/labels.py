@@ -8,11 +8,11 @@ of parameters and constants alone has the label 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 # Functions that take a tensor for its shape, type or device, and nothing of its numbers.
 _SHAPE_ONLY = frozenset(
@@ -24,16 +24,24 @@ _SHAPE_ONLY = frozenset(
 )  # fmt: skip
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+_NESTED = (tuple, list, Mapping)
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
     """Every tensor among arguments or outputs: in tuples, lists, mappings and dataclass-like outputs, at any depth."""
     if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from tensors_in(value)
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from tensors_in(value)
+        return [values]
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, _NESTED):
+            found += tensors_in(value)
+    return found
 
 
 class Labels:
@@ -44,17 +52,24 @@ class Labels:
     """
 
     def __init__(self) -> None:
-        self._inputs: Any = WeakTensorKeyDictionary()
-        self._labels: Any = WeakTensorKeyDictionary()
+        self._inputs: dict[torch.Tensor, int] = {}
+        # By id, which is the tensor's own as long as it lives. (Looking up a WeakTensorKeyDictionary takes far longer.)
+        self._labels: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def _own(self, x: torch.Tensor) -> int:
+        found = self._labels.get(id(x))
+        return 0 if found is None or found[0]() is not x else found[1]
+
+    def _give(self, x: torch.Tensor, label: int) -> None:
+        self._labels[id(x)] = weakref.ref(x), label
 
     def of(self, x: torch.Tensor) -> int:
         """The label of one tensor."""
         given = self._inputs.get(x)
         if given is not None:
-            return given | self._labels.get(x, 0)
+            return given | self._own(x)
         base = x._base  # pyright: ignore[reportPrivateUsage]
-        label = self._labels.get(x, 0)
-        return label if base is None else label | self._labels.get(base, 0)
+        return self._own(x) if base is None else self._own(x) | self._own(base)
 
     def of_all(self, values: Any) -> int:
         """The union of the labels of all tensors among some values."""
@@ -70,7 +85,7 @@ class Labels:
     def set(self, outputs: Any, label: int) -> None:
         """Give outputs a label of their own, which replaces what they had."""
         for x in tensors_in(outputs):
-            self._labels[x] = label
+            self._give(x, label)
 
     def pass_on(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
         """Give what a function returned, or wrote into, the label of what it took; that label."""
@@ -85,8 +100,8 @@ class Labels:
         label = self.of_all(args) | (self.of_all(kwargs) if kwargs else 0)
         if label:
             for x in tensors_in(output):
-                self._labels[x] = self._labels.get(x, 0) | label
+                self._give(x, self._own(x) | label)
                 base = x._base  # pyright: ignore[reportPrivateUsage]
                 if base is not None and args and x is args[0]:  # written in place
-                    self._labels[base] = self._labels.get(base, 0) | label
+                    self._give(base, self._own(base) | label)
         return label

@@ -41,9 +41,8 @@ class _Watch(Replay):
     def _enter_module(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
         super()._enter_module(name, module, args, kwargs)
         if threading.get_ident() == self._thread:
-            self._aside = True
-            self._note(name, (args, kwargs), enters=True)
-            self._aside = False
+            with torch._C.DisableTorchFunction():  # pyright: ignore
+                self._note(name, (args, kwargs), enters=True)
 
     def _left(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         super()._left(name, module, args, kwargs, output)

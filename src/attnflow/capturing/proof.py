@@ -27,7 +27,6 @@ from attnflow.capturing.recorder import Attending, Kind, Recorder, Recording, So
 _CHANGED = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _CHANGED_IN_SINGLE = 2e-5
 _MOST_TRIED = 3
-_FEW = 8  # of so few tokens, those left alone at first are changed in a second run
 
 
 # Where tokens begin, the likeliest first.
@@ -154,6 +153,10 @@ class Replay(Recorder):
 
     def _check_room(self, call: WeightedSum) -> None:
         """Nothing: the pass that runs again kept as much."""
+
+    def _certainly_left_out(self) -> set[int]:
+        """All calls but the last that is explained, from which the output is read."""
+        return set(range(len(self.recording.calls))) - {self.first.chosen[-1]}
 
     def _attend(self, attending: Attending, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, number = attending.make(), len(self.recording.calls)
@@ -462,8 +465,8 @@ def _orders(
         for order in ORDERS:
             if call.extent[order.axis] % batch:
                 continue
-            for name, stream in sides.items() if seen is not None else ():
-                if stream is None or name not in seen[1][number]:
+            for name, stream in sides.items():
+                if seen is None or stream is None or name not in seen[1][number]:
                     continue
                 due = due_in(chosen[stream], seen[0].masks)
                 certain = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -195,7 +196,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._layers, self._weights_of, self._compared, self._copies = layers, weights_of, compared, copies
         self._outputs: list[torch.Tensor] | None = [] if gradients else None
-        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._model = model
         self._labels = Labels()
         self._by_hand = WeightsByHand(self._labels)
@@ -203,7 +204,7 @@ class Recorder(TorchFunctionMode):
         self._seen: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         self._thread = threading.get_ident()
         self._hooks: list[RemovableHandle] = []
-        self._over = self._aside = False
+        self._over = False
         self.unwatched: str | None = None
         self.recording = Recording(random_state=torch.get_rng_state(), assumed=weights_of is not None, tower=tower)
         self._depths: list[int] = []
@@ -262,11 +263,8 @@ class Recorder(TorchFunctionMode):
             return None
         self._running.pop()
         self._visits.pop()
-        self._aside = True
-        try:
+        with torch._C.DisableTorchFunction():  # pyright: ignore
             return self._left(name, module, args, kwargs, output)
-        finally:
-            self._aside = False
 
     def _left(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Look at what a module returned: weights that were asked for, a lost label, tokens made of a signal.
@@ -295,8 +293,6 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let the call through, then keep its arguments if it is attention, or pass labels on if it is not."""
         kwargs = kwargs or {}
-        if self._aside:
-            return func(*args, **kwargs)
         attending = None if self._over or self._weights_of else self._attending(func, args, kwargs)
         if attending is not None:
             return self._attend(attending, func, args, kwargs)
@@ -381,14 +377,10 @@ class Recorder(TorchFunctionMode):
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             happens = training and p > 0
         else:
-            module = self._module()
-            happens = (func in _RANDOM or func is F.batch_norm) and module is not None and module.training
+            depends = func in _RANDOM or func is F.batch_norm
+            happens = depends and self._model.get_submodule(self._running[-1]).training
         if happens:
             raise ValueError(f"{self._running[-1] or 'the model'} drops or normalises as in training mode; {EVALUATE}")
-
-    def _module(self) -> torch.nn.Module | None:
-        name = self._running[-1]
-        return self._model.get_submodule(name)
 
     def _keep(self, call: Kept, output: torch.Tensor, labels: tuple[int, int, int, int]) -> torch.Tensor:
         """Keep a call, and give its output the label of the call alone; what the model gets as the output."""
@@ -432,11 +424,12 @@ class Recorder(TorchFunctionMode):
         return call
 
     def _watch(self, x: torch.Tensor) -> None:
-        self._watched.append((x, -1 if x.is_inference() else x._version))  # pyright: ignore[reportPrivateUsage]
+        self._watched.append((weakref.ref(x), -1 if x.is_inference() else x._version))  # pyright: ignore[reportPrivateUsage]
 
     def overwritten(self) -> bool:
         """Whether the model wrote into something that was kept, or may have done so unseen."""
-        return any(version < 0 or x._version != version for x, version in self._watched)  # pyright: ignore[reportPrivateUsage]
+        watched = [(x, version) for ref, version in self._watched if (x := ref()) is not None]
+        return any(version < 0 or x._version != version for x, version in watched)  # pyright: ignore[reportPrivateUsage]
 
     def _depth(self, module: str, labels: tuple[int, ...]) -> int:
         """The layer of a call: that of the call before if both read the same; -1 for what is not explained."""

@@ -104,7 +104,7 @@ class WeightsByHand:
                 self._followed[output] = _Scores(rows, columns)
         elif func is torch.einsum:
             self._scores_of_einsum(args, output)
-        elif func in _FOLLOWED:
+        elif func in _FOLLOWED and self._followed:
             self._followed_on(func, args, kwargs, output)
         elif func in _SWAPPED or func in _PERMUTED:
             self._moved(func, args, kwargs, output)
