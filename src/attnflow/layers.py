@@ -172,7 +172,19 @@ class PlacedLayer:
         """Whether some positions attend to themselves alone, since the layer leaves them out."""
         return len(set().union(*(part.queries for part in self.parts))) < self.size
 
-    causal: ClassVar[bool] = False
+    @property
+    def causal(self) -> bool:
+        """Whether all positions that ask are the last ones, behind a past of keys, and none looks ahead."""
+        part, *others = self.parts
+        if others:
+            return False
+        queries, keys = len(part.queries), len(part.keys)
+        if part.keys != tuple(range(self.size)) or part.queries != part.keys[keys - queries :]:
+            return False
+        rows = sorted({0, (queries - 1) // 2})
+        ahead = [part.layer.attention([row])[..., part.queries[row] + 1 :] for row in rows]
+        return not any(bool(weights.any()) for weights in ahead)
+
     pools: ClassVar[bool] = False
 
     def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attnflow.capturing import examples, generation, huggingface, structure
+from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.naming import Labelled, Names
 from attnflow.capturing.recorder import Recording, WeightsOf, record
 from attnflow.capturing.structure import Mixers, Structure
@@ -67,14 +68,9 @@ def capture(
     of layers nor an encoder with its decoder (two towers), or not between inputs (channels, padded windows, patches
     mixed by convolutions).
     """
-    if not isinstance(model, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        inner = getattr(model, "model", None)
-        hint = "; give its .model" if isinstance(inner, torch.nn.Module) else ""
-        raise ValueError(f"capture needs a torch.nn.Module; a {type(model).__name__} was given{hint}")
-    model = getattr(model, "_orig_mod", model)  # torch.compile keeps the model that it was given
-    if isinstance(inputs, str) or (isinstance(inputs, list) and all(isinstance(text, str) for text in inputs)):
-        inputs = huggingface.tokenize(inputs, model, tokenizer)
-    args, kwargs = _arguments(inputs)
+    model, bound = module_of(model)
+    args, kwargs = arguments(model, inputs, tokenizer)
+    kwargs = {**bound, **kwargs}
     if generate is not None:
         written = generation.written(model, args, kwargs, generate)
         same: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "target": target, "layers": layers}
@@ -156,19 +152,6 @@ def _answer(trace: Trace | list[Trace], start: int) -> Trace:
     """The trace of one prompt with its answer, which begins `start` tokens into the stream that wrote it."""
     assert isinstance(trace, Trace)  # `generation.written` gives one example at a time
     return replace(trace, generated_from=(trace.decoder_start or 0) + start)
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, torch.Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, tuple):
-        return inputs, {}
-    raise ValueError(
-        f"inputs must be a mapping, a tensor or a tuple of arguments (or text, with a tokenizer); a "
-        f"{type(inputs).__name__} was given"
-    )
 
 
 def _model_facts(model: torch.nn.Module) -> dict[str, Any]:

@@ -52,6 +52,12 @@ class Dataflow:
     pools: bool
 
     @property
+    def mutual(self) -> bool:
+        """Whether streams read each other, so that none is the encoder of the other."""
+        readers = {(group.of, group.on) for step in self.steps for group in step if group.of != group.on}
+        return any((on, of) in readers for of, on in readers)
+
+    @property
     def joint(self) -> tuple[int, ...]:
         """The streams whose positions make up the graph: those that are only read before those that read them."""
         last = self.steps[-1][0]
@@ -130,8 +136,9 @@ def dataflow(recording: Recording) -> Dataflow:
         stream_of.append(of)
     last = steps[-1][0]
     extent = recording.calls[last.calls[0]].extent
-    pools = len(steps[-1]) == 1 and len(groups) > 0 and extent[2] != extent[3]
-    pools = pools and (last.of == last.on or (len(streams[last.of].groups) == 1 and not streams[last.of].sources))
+    probes = len(streams[last.of].groups) == 1 and not streams[last.of].sources
+    fewer = last.of == last.on and len(groups) > 1 and extent[2:] != recording.calls[groups[0][0]].extent[2:]
+    pools = len(steps[-1]) == 1 and extent[2] != extent[3] and (probes or fewer)
     return Dataflow(tuple(streams), tuple(tuple(step) for step in steps), pools)
 
 

@@ -58,15 +58,23 @@ class Stack:
             if all(isinstance(self.recording.calls[call], LeftOut) for group in step for call in group.calls):
                 continue
             groups = [(group, self._heads(group, index, keep, masks, pools=pools)) for group in step]
-            if len(keep) == 1:
+            if len(keep) == 1 and not any(layout.past for layout in self.proof.layouts.values()):
                 layers.append(replace(groups[0][1], pools=pools))
                 continue
             parts = [
-                Part(layer, _places(starts[group.of], layer.shape[1]), _places(starts[group.on], layer.shape[2]))
+                Part(
+                    layer,
+                    _places(starts[group.of] + self._past(group.of, keep), layer.shape[1]),
+                    _places(starts[group.on], layer.shape[2]),
+                )
                 for group, layer in groups
             ]
             layers.append(PlacedLayer(tuple(parts), size))
         return tuple(layers)
+
+    def _past(self, stream: int, keep: Mapping[int, torch.Tensor]) -> int:
+        """How many kept positions of a stream come before its first query."""
+        return int(keep[stream][: self.proof.layouts[stream].past].sum())
 
     def reads(self, index: int) -> tuple[int, ...] | None:
         """The positions of one example's graph that the output is read from; None if that is not known, or all."""
@@ -75,13 +83,14 @@ class Stack:
         if found is None or stream not in self.kept:
             return None
         kept = self.kept[stream][index]
-        place = kept.cumsum(0) - 1
+        past = self.proof.layouts[stream].past
+        place = kept.cumsum(0)[past:] - 1
         start = sum(int(kept[index].sum()) for number, kept in self.kept.items() if number != stream)
         if found == "last":
             return (start + int(kept.sum()) - 1,)
         if found == "all":
             return None
-        positions = tuple(start + int(place[position]) for position in found[index] if kept[position])
+        positions = tuple(start + int(place[position]) for position in found[index] if kept[past + position])
         return positions or None  # none where the head has weights of 0
 
     def _heads(
@@ -94,7 +103,8 @@ class Stack:
             call = self.recording.calls[number]
             if isinstance(call, LeftOut):
                 raise ValueError(f"layers= takes apart what is one layer: {call.module} is one of its heads' modules")
-            queries = torch.ones(call.extent[2], dtype=torch.bool) if pools else keep[group.of]
+            past = 0 if pools else self.proof.layouts[group.of].past
+            queries = torch.ones(call.extent[2], dtype=torch.bool) if pools else keep[group.of][past:]
             rows = self.proof.orders[number].rows(call.extent, batch, index)
             heads.append(call_layer(call, rows, queries, keep[group.on], masks))
         return heads[0] if len(heads) == 1 else _side_by_side(heads)
@@ -147,7 +157,7 @@ def kept_positions(
             continue
         numbers = [
             call for step in flow.steps for group in step if group.on == stream for call in group.calls
-            if not isinstance(recording.calls[call], LeftOut)
+            if not isinstance(recording.calls[call], LeftOut) and recording.hides(call)
         ]  # fmt: skip
         visible = torch.full((layout.batch, layout.size), not numbers)
         for number in numbers:
@@ -189,7 +199,7 @@ def call_layer(
         return replace(layer, weights=weights[..., keys], gradient=gradient)
     mask = layer.mask
     shared = layer.causal if mask is None else (mask.data_ptr(), mask.shape, mask.stride())
-    shared = (shared, id(queries), id(keys))
+    shared = (shared, len(queries), id(keys))
     if shared not in seen.masks:
         seen.masks[shared] = _reduced_mask(layer, queries, keys)
     mask, causal = seen.masks[shared]

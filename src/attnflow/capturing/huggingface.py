@@ -54,14 +54,16 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0].rstrip(".")
 
 
-def tokenize(text: str | list[str], model: torch.nn.Module, tokenizer: Any) -> dict[str, Any]:
-    """Model inputs for a text or a list of texts, padded, on the model's device.
+def tokenize(text: str | list[str] | tuple[str, ...], model: torch.nn.Module, tokenizer: Any) -> dict[str, Any]:
+    """Model inputs for a text, a pair (tuple) of texts, or a list of texts, padded, on the model's device.
 
     Raises ValueError without a tokenizer, or for an empty text.
     """
     if tokenizer is None:
         raise ValueError("text needs a tokenizer: capture(model, text, tokenizer=tokenizer)")
-    texts = [text] if isinstance(text, str) else text
+    if isinstance(text, tuple) and len(text) != 2:
+        raise ValueError(f"a tuple of texts is a pair; {len(text)} were given: give a list for a batch")
+    texts = [text] if isinstance(text, str) else list(text)
     empty = [number for number, one in enumerate(texts) if not one.strip()]
     if empty or not texts:
         raise ValueError("the text is empty" if len(texts) < 2 else f"text {empty[0]} is empty")
@@ -70,12 +72,13 @@ def tokenize(text: str | list[str], model: torch.nn.Module, tokenizer: Any) -> d
             one.encode()
         except UnicodeEncodeError as error:
             raise ValueError("the text is not valid UTF-8") from error
-    padding = len(texts) > 1
+    parts = [[one] for one in text] if isinstance(text, tuple) else [texts]
+    padding = len(parts[0]) > 1
     if padding and tokenizer.pad_token is None:
         raise ValueError("this tokenizer has no padding token: set tokenizer.pad_token, or give one text at a time")
     parameter = next(model.parameters(), None)
     # Truncation stays off so that a text that is too long is an error that says so.
-    encoded = tokenizer(texts, return_tensors="pt", padding=padding, truncation=False, verbose=False)
+    encoded = tokenizer(*parts, return_tensors="pt", padding=padding, truncation=False, verbose=False)
     return dict(encoded.to(parameter.device if parameter is not None else "cpu"))
 
 

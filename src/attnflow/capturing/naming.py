@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ class Names:
         words: list[int] | None = []
         grid, start = None, None
         for number, kept in stack.kept.items():
-            start = len(tokens) if tokens else None
+            start = len(tokens) if tokens and not stack.flow.mutual else None
             more, more_roles, more_words, own_grid = self._stream(number, stack, kept[index], index)
             tokens, roles, grid = tokens + more, roles + more_roles, grid or own_grid
             if words is not None and more_words is not None:
@@ -84,8 +84,15 @@ class Names:
     def _stream(
         self, number: int, stack: Stack, keep: torch.Tensor, index: int
     ) -> tuple[list[str], list[Role], list[int] | None, Grid | None]:
-        kept, layout = int(keep.sum()), stack.proof.layouts[number]
-        source = layout.source
+        layout = stack.proof.layouts[number]
+        if layout.past:
+            past = int(keep[: layout.past].sum())
+            now = replace(layout, size=layout.size - layout.past, prefix=layout.prefix - layout.past, past=0)
+            proof = replace(stack.proof, layouts={**stack.proof.layouts, number: now})
+            rest = self._stream(number, replace(stack, proof=proof), keep[layout.past :], index)
+            before: list[Role] = ["prefix"] * past
+            return [f"[PAST{place}]" for place in range(1, past + 1)] + rest[0], before + rest[1], None, rest[3]
+        kept, source = int(keep.sum()), layout.source
         if source is not None and source.kind == "embedding":
             ids = ids_of(stack.flow.streams[number], source.plane)
             assert ids is not None

@@ -19,6 +19,7 @@ import torch
 
 from attnflow.capturing.calls import LeftOut, Rows, WeightedSum
 from attnflow.capturing.dataflow import Dataflow
+from attnflow.capturing.inputs import fresh
 from attnflow.capturing.labels import tensors_in
 from attnflow.capturing.recorder import Attending, Kind, Recorder, Recording, Source, eagerly
 
@@ -67,6 +68,7 @@ class Layout:
     """How the tokens of one stream lie: batch examples of size positions, of which the first `prefix` hold no token.
 
     source: where its tokens begin; None for learned queries. batch_axis: of the source's plane, None without one.
+    past: how many of the first positions are keys alone, which no query of the pass stands for (a cache).
     """
 
     source: Source | None
@@ -74,6 +76,7 @@ class Layout:
     batch_axis: int | None
     size: int
     prefix: int
+    past: int = 0
 
     def positions(self, plane: torch.Tensor) -> torch.Tensor:
         """What is known of each token of the source's plane as (example, position); False for the prefix."""
@@ -81,8 +84,8 @@ class Layout:
         return torch.cat([flat.new_zeros(self.batch, self.prefix), flat], 1)
 
 
-def layouts(sources: Sequence[Source], size: int) -> Iterator[Layout]:
-    """The ways in which tokens of some sources can be `size` positions, the likeliest first.
+def layouts(sources: Sequence[Source], size: int, past: int = 0) -> Iterator[Layout]:
+    """The ways in which tokens of some sources can be `size` positions behind `past` others, the likeliest first.
 
     Tokens that are looked up come first, or given as vectors: what mixes these is no part of making them. Of a signal
     the last convolution comes first, then the last module before the calls. Where there are more positions than tokens,
@@ -97,7 +100,7 @@ def layouts(sources: Sequence[Source], size: int) -> Iterator[Layout]:
             batch = 1 if axis is None else plane[axis]
             prefix = size - math.prod(plane) // max(batch, 1)
             if prefix == 0 or (0 < prefix < size and source.kind != "module"):
-                yield Layout(source, batch, axis, size, prefix)
+                yield Layout(source, batch, axis, size + past, prefix + past, past)
 
 
 def _of_kind(sources: Sequence[Source], kind: Kind) -> list[Source]:
@@ -152,7 +155,7 @@ class Replay(Recorder):
             torch._C._set_grad_enabled(True)  # pyright: ignore[reportPrivateUsage]
             self.last = output.requires_grad_()
             output = output.clone()
-        output = self._keep(call, output, (attending.queries, attending.keys, attending.values))
+        output = self._keep(call, output, attending.labels)
         return (output, *func(*args, **kwargs)[1:]) if attending.in_tuple else output
 
 
@@ -185,8 +188,8 @@ def replay(
         assert first.random_state is not None
         torch.set_rng_state(first.random_state)
         with again:
-            args, kwargs = again.given(args, kwargs)
-            output = model(*args, **kwargs)
+            own_args, own_kwargs = again.given(fresh(args), fresh(kwargs))
+            output = model(*own_args, **own_kwargs)
             again.finish(output)
         if len(again.recording.digests) != len(first.digests):
             raise ValueError(
@@ -315,14 +318,14 @@ def _fitting(
     options: list[list[Layout | None]] = []
     for number in flow.joint:
         sources = flow.streams[number].sources
-        options.append(list(layouts(sources, sizes[number])) if sources else [None])
+        options.append(list(layouts(sources, *sizes[number])) if sources else [None])
     for chosen in itertools.product(*options):
         batches = {layout.batch for layout in chosen if layout is not None}
         if len(batches) != 1:
             continue
         (batch,) = batches
         filled = {
-            number: layout or Layout(None, batch, None, sizes[number], sizes[number])
+            number: layout or Layout(None, batch, None, sum(sizes[number]), sum(sizes[number]), sizes[number][1])
             for number, layout in zip(flow.joint, chosen, strict=True)
         }
         orders = _orders(recording, flow, filled, seen, hidden)
@@ -330,17 +333,26 @@ def _fitting(
             yield filled, orders
 
 
-def sizes_of(recording: Recording, flow: Dataflow) -> dict[int, int] | None:
-    """How many positions each joint stream has in all of its calls; None if it has more in some than in others."""
-    sizes: dict[int, int] = {}
+def sizes_of(recording: Recording, flow: Dataflow) -> dict[int, tuple[int, int]] | None:
+    """How many tokens each joint stream has, and how many keys before them that no query stands for.
+
+    None if a stream has more in some calls than in others.
+    """
+    queries: dict[int, set[int]] = {}
+    keys: dict[int, set[int]] = {}
     for number, step in enumerate(flow.steps):
         for group in step:
             for call in group.calls:
-                *_, queries, keys = recording.calls[call].extent
-                probes = flow.pools and number == len(flow.steps) - 1
-                for stream, count in ((group.on, keys), *(() if probes else ((group.of, queries),))):
-                    if sizes.setdefault(stream, count) != count:
-                        return None
+                extent = recording.calls[call].extent
+                keys.setdefault(group.on, set()).add(extent[3])
+                if not (flow.pools and number == len(flow.steps) - 1):
+                    queries.setdefault(group.of, set()).add(extent[2])
+    sizes: dict[int, tuple[int, int]] = {}
+    for stream in queries | keys:
+        asking, asked = queries.get(stream) or keys[stream], keys.get(stream) or queries[stream]
+        if len(asking) > 1 or len(asked) > 1 or min(asked) < min(asking):
+            return None
+        sizes[stream] = min(asking), min(asked) - min(asking)
     return sizes
 
 
@@ -397,17 +409,19 @@ def _matches(
     need not change.
     """
     outer = changes.shape[:2]
-    if changes.shape[2] != layout.size or outer[order.axis] % layout.batch:
+    past = layout.size - changes.shape[2]  # queries stand for no keys of the past
+    if past not in (0, layout.past) or outer[order.axis] % layout.batch:
         return False
     source = layout.source
     mask = None if source is None else masks.get((source.kind, source.number))
     due = torch.zeros(layout.batch, layout.size, dtype=torch.bool) if mask is None else layout.positions(mask)
+    missing = due if hidden is None or hidden.shape != due.shape else due & ~hidden
+    due, missing = due[:, past:], missing[:, past:]
     examples = order.examples(outer, layout.batch)
     if bool((changes & ~due[examples]).any()):
         return False
     if not fresh:
         return True
-    missing = due if hidden is None or hidden.shape != due.shape else due & ~hidden
     found = torch.stack([changes[examples == example].any(0) for example in range(layout.batch)])
     return not bool((missing & ~found).any())
 

@@ -26,6 +26,7 @@ from attnflow.capturing.calls import (
     from_sdpa,
     given_weights,
 )
+from attnflow.capturing.inputs import fresh
 from attnflow.capturing.labels import Labels, tensors_in
 from attnflow.capturing.softmax import DIFFERENCE, WeightsByHand
 from attnflow.memory import check_memory
@@ -67,11 +68,12 @@ class Source:
 
 
 class Fed(NamedTuple):
-    """What feeds a call: the labels of its queries, keys and values; its own bit; the visit of a module it is of."""
+    """What feeds a call: labels of its queries, keys, values and mask; its own bit; the visit of its module."""
 
     queries: int
     keys: int
     values: int
+    mask: int
     bit: int
     visit: int
 
@@ -114,6 +116,20 @@ class Recording:
         strip = every & ~modules
         self.fed = [Fed(fed.queries & ~strip, fed.keys & ~strip, fed.values & ~strip, *fed[3:]) for fed in self.fed]
 
+    def hides(self, number: int) -> bool:
+        """Whether what no query of a call attends to may be padding, and is not what the model chose to leave out.
+
+        That is so where the mask was made of no tokens; of weights by hand, where the model was given more than tokens.
+        """
+        if isinstance(self.calls[number], FusedCall):
+            return not self.sources(self.fed[number].mask)
+        inputs = sum(1 << place for place, mark in enumerate(self.marks) if mark is None)
+        looked_up = [mark.label for mark in self.marks if isinstance(mark, Source) and mark.kind == "embedding"]
+        return any(
+            inputs >> place & 1 and not any(label >> place & 1 for label in looked_up)
+            for place in range(len(self.marks))
+        )
+
     def sources(self, label: int) -> list[Source]:
         """The sources in a label, in the order of the pass."""
         return [mark for number, mark in enumerate(self.marks) if label >> number & 1 and isinstance(mark, Source)]
@@ -134,7 +150,13 @@ class Attending:
     keys: int
     values: int
     make: Callable[[], Kept]
+    mask: int = 0
     in_tuple: bool = False
+
+    @property
+    def labels(self) -> tuple[int, int, int, int]:
+        """Of queries, keys, values and mask."""
+        return self.queries, self.keys, self.values, self.mask
 
 
 class Recorder(TorchFunctionMode):
@@ -239,7 +261,7 @@ class Recorder(TorchFunctionMode):
         weights = self._weights_of(name, module, output) if self._weights_of else None
         if weights is not None:
             before = self.recording.fed[-1].bit if self.recording.fed else self._labels.of_all(args)
-            self._keep(given_weights(name, weights), weights, (before, before, before))
+            self._keep(given_weights(name, weights), weights, (before, before, before, 0))
         unlabelled = [x for x in tensors_in(output) if x.is_floating_point() and not self._labels.of(x)]
         if unlabelled and (label := self._labels.of_all(args) | self._labels.of_all(kwargs)):
             self.recording.lost.append(name)
@@ -286,7 +308,9 @@ class Recorder(TorchFunctionMode):
                 return None
             fused = func is F.scaled_dot_product_attention
             make = from_sdpa if fused else from_multi_head
-            return Attending(labels[0], labels[1], labels[2], lambda: make(module, *args, **kwargs), in_tuple=not fused)
+            rest = {name: value for name, value in kwargs.items() if name not in names}
+            mask = self._labels.of_all(args[3:4] if fused else ()) | self._labels.of_all(rest)
+            return Attending(*labels, lambda: make(module, *args, **kwargs), mask, in_tuple=not fused)  # pyright: ignore
         weighing = self._by_hand.weighing(func, args)
         return weighing and Attending(weighing.queries, weighing.keys, weighing.values, weighing.make)
 
@@ -297,7 +321,7 @@ class Recorder(TorchFunctionMode):
         check_reproduces(call, main)
         if self._compared:
             self.recording.outputs.append(main.detach().clone())
-        kept = self._keep(call, main, (attending.queries, attending.keys, attending.values))
+        kept = self._keep(call, main, attending.labels)
         return (kept, *output[1:]) if attending.in_tuple else kept
 
     def _begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -347,7 +371,7 @@ class Recorder(TorchFunctionMode):
         name = self._running[-1]
         return self._model.get_submodule(name)
 
-    def _keep(self, call: Kept, output: torch.Tensor, labels: tuple[int, int, int]) -> torch.Tensor:
+    def _keep(self, call: Kept, output: torch.Tensor, labels: tuple[int, int, int, int]) -> torch.Tensor:
         """Keep a call, and give its output the label of the call alone; what the model gets as the output."""
         refuse_functorch(call.module, output)
         recording = self.recording
@@ -505,15 +529,20 @@ def record(
 
     Raises ValueError if no attention call was seen, and where the graph of gradients is cut.
     """
+    if target is not None and any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} was made inside torch.inference_mode(), so that it has no gradients; make it "
+            "outside, or capture without target="
+        )
     state = torch.get_rng_state()
     recorder = Recorder(
         model, gradients=target is not None, layers=layers, weights_of=weights_of, compared=compared, copies=copies
     )
     with torch.inference_mode(False), torch.set_grad_enabled(target is not None), eagerly():
-        args, kwargs = _own_inputs(args), _own_inputs(kwargs)
+        own_args, own_kwargs = fresh(args), fresh(kwargs)
         with recorder:
-            args, kwargs = recorder.given(args, kwargs)
-            output = model(*args, **kwargs)
+            own_args, own_kwargs = recorder.given(own_args, own_kwargs)
+            output = model(*own_args, **own_kwargs)
             recorder.finish(output)
             scores = None if target is None else target(output)
             if scores is not None:
@@ -537,17 +566,6 @@ def eagerly() -> AbstractContextManager[Any]:
     """Run compiled parts of a model as they were written, so that they are seen (torch 2.6 and newer)."""
     stance = getattr(torch.compiler, "set_stance", None)
     return nullcontext() if stance is None else stance("force_eager")
-
-
-def _own_inputs(values: Any) -> Any:
-    """Inputs without those tensors that are made in inference mode, which no gradient can pass."""
-    if isinstance(values, torch.Tensor):
-        return values.clone() if values.is_inference() else values
-    if isinstance(values, dict):
-        return {name: _own_inputs(value) for name, value in values.items()}
-    if type(values) in (tuple, list):
-        return type(values)(_own_inputs(value) for value in values)
-    return values
 
 
 def _nothing_seen(model: torch.nn.Module, recording: Recording) -> str:

@@ -292,4 +292,4 @@ def _values(values: Any) -> bytes:
 
 def _calls(recording: Recording) -> Any:
     pairs = zip(recording.calls, recording.fed, strict=True)
-    return [(call.module, call.extent, fed[:4]) for call, fed in pairs]
+    return [(call.module, call.extent, fed[:5]) for call, fed in pairs]

@@ -60,7 +60,14 @@ class Chosen:
         count = logits.shape[1]
         if not isinstance(self._mask, torch.Tensor):
             return [count - 1] * len(logits)
-        return [int(row.nonzero().max()) for row in self._mask]
+        cut = self._mask.shape[1] - count  # a model may be asked for the last few logits only
+        places = [int(row.nonzero().max()) - cut for row in self._mask]
+        if min(places) < 0 or max(places) >= count:
+            raise ValueError(
+                f"the model returns logits of {count} tokens, and the last token of an example is not among them: ask "
+                "it for those of all tokens (logits_to_keep=0), or pad on the left"
+            )
+        return places
 
 
 def _logits(output: Any) -> torch.Tensor:
