@@ -581,9 +581,9 @@ def prompt_tuning():
 
 REFUSED = {
     padded_swin: "no graph that can be explained.*attends to tokens behind its patches that hold none: padding",
-    maxvit: "no graph that can be explained.*has the same patch in several windows",
-    xcit: "no graph that can be explained.*hold several patches each, or are channels",
-    channels: "no graph that can be explained.*hold several patches each, or are channels",
+    maxvit: "no graph that can be explained.*all hold the same patches: mixed before it",
+    xcit: "no graph that can be explained.*all hold the same patches: mixed before it, or they are channels",
+    channels: "no graph that can be explained.*all hold the same patches: mixed before it, or they are channels",
     towers_of_one_size: "several towers, model.vision_model and model.text_model",
     llava: "several towers, model.vision_tower and model.language_model",
     siglip: "several towers, model.vision_model and model.text_model",

@@ -7,7 +7,7 @@ from torch import nn
 
 import attnflow
 from attnflow import capture
-from toys import PENDING, Attend, Block, as_list, assert_weights, heads, joined, numbers, own_weights, seeded
+from toys import Attend, Block, as_list, assert_weights, heads, joined, numbers, own_weights, seeded
 
 # Heads and examples, wherever they stand.
 
@@ -436,7 +436,6 @@ NEGATIVE = {
 }
 
 
-@PENDING
 @pytest.mark.parametrize("how", NEGATIVE)
 def test_negative_weights_are_refused(how):
     with pytest.raises(ValueError, match="negative"):
@@ -456,7 +455,6 @@ class Unused(nn.Module):
         return x
 
 
-@PENDING
 @pytest.mark.parametrize("place", [0, 1])
 def test_attention_that_the_output_does_not_draw_on_is_no_layer(place):
     model, x = seeded(Unused(place)), numbers(2, 6, 32)
@@ -484,7 +482,6 @@ class Again(nn.Module):
         return x
 
 
-@PENDING
 @pytest.mark.parametrize("how", ["queries", "weights"])
 def test_the_same_positions_are_no_second_stream(how):
     """Right, or refused; not a graph in which every token stands twice."""

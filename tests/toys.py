@@ -1,6 +1,5 @@
 """Toy models of 32 numbers a token that keep what they attended to, and parts that mix positions or do not."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -8,7 +7,6 @@ from torch import nn
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 WORDS = {**SMALL, "vocab_size": 99, "max_position_embeddings": 64, "pad_token_id": 0}
 EIGHT = torch.arange(3, 11)[None]
-PENDING = pytest.mark.xfail(reason="not yet right")
 
 
 def as_list(traces):

@@ -86,7 +86,7 @@ def capture(
     asks = prove and weights is None
     compared = asks and not structure.known(model, args, kwargs, tower)
     recording, output = record(model, args, kwargs, chosen, compared=compared, **how)
-    found = structure.recall(model, args, kwargs, recording) if asks and not compared else None
+    found = structure.recall(model, args, kwargs, recording, mixers) if asks and not compared else None
     if found is None:
         if asks and not compared:  # another structure on inputs of the same shapes
             recording, output = record(model, args, kwargs, chosen, compared=True, **how)

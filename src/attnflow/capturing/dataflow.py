@@ -123,6 +123,14 @@ def dataflow(recording: Recording) -> Dataflow:
             on = of
         else:
             on = begun(read) if reads is None else stream_of[reads]
+        asked = None if reads is None else streams[stream_of[reads]]
+        if (
+            asks is None
+            and asked is not None
+            and asked.sources
+            and asked.sources == tuple(recording.sources(fed.queries))
+        ):
+            raise Misfit(_stale(recording, groups, name, None, asked.tip))
         others = {stream_of[group_of[call]] for call in recording.callers(fed.queries)} - {of, *streams[of].made_of}
         if others and asks is not None:
             raise Misfit(f"{name} reads what several streams returned, added up: parallel branches")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from attnflow.capturing import huggingface
+from attnflow.capturing.labels import tensors_in
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -50,6 +51,9 @@ def arguments(model: torch.nn.Module, inputs: Any, tokenizer: Any) -> Arguments:
         inputs = huggingface.tokenize(texts, model, tokenizer)
     if isinstance(inputs, np.ndarray):
         inputs = _tensor("inputs", inputs, model)
+    empty = [tuple(x.shape) for x in tensors_in(inputs) if 0 in x.shape]
+    if empty:
+        raise ValueError(f"an input is empty: its shape is {empty[0]}; give at least one example of one token")
     if isinstance(inputs, Mapping):
         named = {name: _tensor(name, value, model) for name, value in inputs.items()}
         return ((named,), {}) if _wants_one_mapping(model, named) else ((), named)

@@ -11,7 +11,18 @@ import torch
 
 from attnflow.capturing.dataflow import Dataflow
 from attnflow.capturing.labels import tensors_in
-from attnflow.capturing.proof import Change, Layout, Proof, Replay, changed, due_in, masks_over, replay, the_others
+from attnflow.capturing.proof import (
+    Change,
+    Layout,
+    Proof,
+    Replay,
+    change_of,
+    changed,
+    due_in,
+    further_changes,
+    masks_over,
+    replay,
+)
 from attnflow.capturing.recorder import Recording, digest
 
 
@@ -85,7 +96,8 @@ def first_mixer(
     some = Change(masks_over(flow, layouts))
     some = replace(some, due={stream: due_in(layout, some.masks) for stream, layout in layouts.items()})
     nothing = _watched(model, args, kwargs, recording, layouts, Change({}))
-    for change in (some, the_others(recording, flow, layouts, likely.orders, some)):
+    further = [change_of(recording, flow, layouts, likely.orders, due) for due in further_changes(layouts, some)]
+    for change in (some, *further):
         again = _watched(model, args, kwargs, recording, layouts, change)
         for before, after in zip(nothing, again, strict=False):
             if before.vectors.shape != after.vectors.shape:

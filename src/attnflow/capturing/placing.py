@@ -182,6 +182,10 @@ def _example(calls: Sequence[Kept], held: Sequence[Held], shape: Sequence[int], 
             first = now
         elif now != level:
             layers.append(_merging(level, now, before, call.module))
+        if len(now) == 1 < len(tokens):
+            raise Unplaceable(
+                f"the tokens of {call.module or 'the model'} all hold the same patches: they are channels"
+            )
         if len(now) < len(tokens):
             raise Unplaceable(f"{call.module} has the same patch in several windows")
         level = now

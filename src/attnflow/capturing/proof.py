@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -27,6 +27,7 @@ from attnflow.capturing.recorder import Attending, Kind, Recorder, Recording, So
 _CHANGED = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _CHANGED_IN_SINGLE = 2e-5
 _MOST_TRIED = 3
+_FEW = 32  # positions, of which every two are told apart
 
 
 # Where tokens begin, the likeliest first.
@@ -81,6 +82,14 @@ class Layout:
         """What is known of each token of the source's plane as (example, position); False for the prefix."""
         flat = plane.reshape(1, -1) if self.batch_axis is None else plane.movedim(self.batch_axis, 0).flatten(1)
         return torch.cat([flat.new_zeros(self.batch, self.prefix), flat], 1)
+
+    def plane(self, positions: torch.Tensor) -> torch.Tensor:
+        """The way back: what is known of each (example, position) as that of each token of the source's plane."""
+        assert self.source is not None
+        flat, shape, axis = positions[:, self.prefix :], self.source.plane, self.batch_axis
+        if axis is None:
+            return flat.reshape(shape)
+        return flat.reshape(self.batch, *shape[:axis], *shape[axis + 1 :]).movedim(0, axis)
 
 
 def layouts(sources: Sequence[Source], size: int, past: int = 0) -> Iterator[Layout]:
@@ -182,9 +191,9 @@ def another(x: torch.Tensor, mask: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 def _noise(x: torch.Tensor) -> torch.Tensor:
-    """Random numbers as far apart as those of a tensor are, or of size 1 where these are all the same."""
+    """Random numbers as far apart as those of a tensor are, or of size 1 where these are all (nearly) the same."""
     spread = float(x.detach().float().std(correction=0))
-    size = max(spread, 1e-3 * float(x.detach().float().abs().max())) or 1.0
+    size = spread if spread > 1e-6 else 1.0
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) * size
 
 
@@ -238,7 +247,9 @@ def replay(
 @contextmanager
 def untouched(model: torch.nn.Module) -> Generator[None]:
     """Put back what the modules of a model hold themselves (the weights of the last pass, a cache) on leaving."""
-    before = [(held, dict(held)) for module in model.modules() for held in (module.__dict__, module._buffers)]  # pyright: ignore[reportPrivateUsage]
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    before = [(held, dict(held)) for module in modules for held in (module.__dict__, module._buffers)]  # pyright: ignore[reportPrivateUsage]
+    buffers = [(buffer, _version(buffer), buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
@@ -246,6 +257,14 @@ def untouched(model: torch.nn.Module) -> Generator[None]:
             for name in [name for name in held if name not in values]:
                 del held[name]
             held.update({name: value for name, value in values.items() if held.get(name) is not value})
+        for buffer, version, content in buffers:
+            if _version(buffer) != version:
+                buffer.copy_(content)
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often a tensor was written into; in inference mode nobody counts."""
+    return 0 if x.is_inference() else x._version  # pyright: ignore[reportPrivateUsage]
 
 
 def changed(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -308,14 +327,15 @@ def prove(
             continue
         chosen, orders = found
         reads = _positions_read(again, output, orders[recording.chosen[-1]], chosen, flow)
-        mixers = _mixed_after(again, chosen[flow.read], due_in(chosen[flow.read], change.masks))
-        if mixers is None:
-            others = the_others(recording, flow, chosen, orders, change)
-            again = Replay(model, recording, others)
+        change = replace(change, due={stream: due_in(layout, change.masks) for stream, layout in chosen.items()})
+        mixers = _mixed_after(again, chosen, change.due)
+        for due in further_changes(chosen, change) if mixers is None else ():
+            change = change_of(recording, flow, chosen, orders, due)
+            again = Replay(model, recording, change)
             seen, _ = replay(model, args, kwargs, again)
-            if not _stays(recording, flow, chosen, orders, others, seen):
+            if not _stays(recording, flow, chosen, orders, change, seen):
                 return None
-            mixers = _mixed_after(again, chosen[flow.read], others.due[flow.read])
+            mixers = mixers or _mixed_after(again, chosen, due)
         return Proof(chosen, orders, reads, mixers)
     return None
 
@@ -326,25 +346,50 @@ def due_in(layout: Layout, masks: Mapping[Key, torch.Tensor]) -> torch.Tensor:
     return torch.zeros(layout.batch, layout.size, dtype=torch.bool) if mask is None else layout.positions(mask)
 
 
-def the_others(
-    recording: Recording, flow: Dataflow, chosen: Mapping[int, Layout], orders: Mapping[int, Order], change: Change
-) -> Change:
-    """The tokens that a change left alone, and what the calls return for them and for half of those that hold none."""
-    masks = {key: ~mask for key, mask in change.masks.items()}
-    due: dict[int, torch.Tensor] = {}
+def further_changes(chosen: Mapping[int, Layout], change: Change) -> list[dict[int, torch.Tensor]]:
+    """For each stream (example, position), what is due in further passes: the tokens that a change left alone.
+
+    With them half of the positions that hold no token. Of few positions, those with a bit in their number are due and
+    then those without, so that any two are told apart.
+    """
+    count = sum(layout.batch * layout.size for layout in chosen.values())
+    if count <= _FEW:
+        bits = range((count - 1).bit_length())
+        found: list[dict[int, torch.Tensor]] = []
+        for bit, value in itertools.product(bits, (0, 1)):
+            due, start = dict[int, torch.Tensor](), 0
+            for stream, layout in chosen.items():
+                numbers = torch.arange(start, start + layout.batch * layout.size).view(layout.batch, layout.size)
+                due[stream], start = (numbers >> bit & 1) == value, start + numbers.numel()
+            found.append(due)
+        return found
+    due = dict[int, torch.Tensor]()
     for stream, layout in chosen.items():
-        free = torch.ones(layout.size, dtype=torch.bool)
-        free[layout.prefix :] = False
         half = torch.rand(layout.batch, layout.size, generator=torch.Generator().manual_seed(stream)) < 0.5
         half[:, 0] = True
-        due[stream] = due_in(layout, masks) | (half & free)
+        due[stream] = torch.cat([half[:, : layout.prefix], ~change.due[stream][:, layout.prefix :]], 1)
+    return [due]
+
+
+def change_of(
+    recording: Recording,
+    flow: Dataflow,
+    chosen: Mapping[int, Layout],
+    orders: Mapping[int, Order],
+    due: Mapping[int, torch.Tensor],
+) -> Change:
+    """The change of some positions: of the tokens that they hold, and of what the calls return for them."""
+    masks: dict[Key, torch.Tensor] = {}
+    for stream, layout in chosen.items():
+        for source in _alike(flow, stream, layout):
+            masks.setdefault((source.kind, source.number), layout.plane(due[stream]))
     rows: dict[int, torch.Tensor] = {}
     for number, order in orders.items():
         group, probes = flow.group_of(number)
         if not probes:
-            outer = recording.calls[number].extent[:2]
-            queries = due[group.of][:, chosen[group.of].past :]
-            rows[number] = queries[order.examples(outer, chosen[group.of].batch)]
+            layout = chosen[group.of]
+            examples = order.examples(recording.calls[number].extent[:2], layout.batch)
+            rows[number] = due[group.of][:, layout.past :][examples]
     return Change(masks, rows, due)
 
 
@@ -373,16 +418,24 @@ def _sides(flow: Dataflow, call: int) -> dict[str, int | None]:
 
 
 def masks_over(flow: Dataflow, layouts: Mapping[int, Layout]) -> dict[Key, torch.Tensor]:
-    """Some tokens of each stream, as masks over its sources of one kind and plane: words, their types, positions."""
+    """Some tokens of each stream, as masks over its sources."""
     masks: dict[Key, torch.Tensor] = {}
     for seed, (number, layout) in enumerate(layouts.items()):
         if (own := layout.source) is not None:
             mask = masks.get((own.kind, own.number), some_tokens(own, seed))
-            for source in flow.streams[number].sources:
-                if (source.kind, source.plane) == (own.kind, own.plane) and own.kind in ("embedding", "input"):
-                    masks.setdefault((source.kind, source.number), mask)
-            masks.setdefault((own.kind, own.number), mask)
+            for source in _alike(flow, number, layout):
+                masks.setdefault((source.kind, source.number), mask)
     return masks
+
+
+def _alike(flow: Dataflow, stream: int, layout: Layout) -> list[Source]:
+    """The source of a layout, and those that are looked up or given for the same tokens (types, positions)."""
+    own = layout.source
+    if own is None:
+        return []
+    sources = flow.streams[stream].sources
+    others = [source for source in sources if (source.kind, source.plane) == (own.kind, own.plane)]
+    return others if own.kind in ("embedding", "input") else [own]
 
 
 def some_tokens(source: Source, seed: int) -> torch.Tensor:
@@ -503,16 +556,19 @@ def _matches(
     return not bool((certain[:, past:] & ~found).any())
 
 
-def _mixed_after(again: Replay, layout: Layout, due: torch.Tensor) -> str | None:
-    """The first module after the last call that returned other positions changed than those that are due, or None."""
-    due = due[:, layout.past :]
+def _mixed_after(again: Replay, chosen: Mapping[int, Layout], due: Mapping[int, torch.Tensor]) -> str | None:
+    """The first module after the last call in which other positions changed than are due in any stream, or None."""
     for (name, before), (_, after) in zip(again.first.tail, again.recording.tail, strict=False):
         if before.shape != after.shape:
             continue
         differs = changed(before, after, again.first.dtype)
-        if differs.shape == due.T.shape and layout.batch_axis == 1:
-            differs = differs.T
-        if differs.shape == due.shape and bool((differs & ~due).any()):
+        found: list[bool] = []
+        for stream, layout in chosen.items():
+            own = due[stream][:, layout.past :]
+            seen = differs.T if layout.batch_axis == 1 and differs.shape == own.T.shape else differs
+            if seen.shape == own.shape:
+                found.append(bool((seen & ~own).any()))
+        if found and all(found):
             return name
     return None
 

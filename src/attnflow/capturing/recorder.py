@@ -85,10 +85,11 @@ class Recording:
 
     marks: what each bit of a label stands for: a source, or the number of a call. outputs, digests: of every call, and
     tail: what modules returned after the last one, if the pass is to be compared with others. read: the label of what
-    the model returned, or of the target's scores. constant: modules whose attention has values of no input; lost:
-    modules whose output has no label. differences: the labels of tensors that were subtracted. random_state, drew: of
-    torch, before the pass, and whether the pass drew any random number. dtype: of the first call. assumed: whether the
-    calls are what the caller pointed at. tower: the module whose calls alone are explained.
+    the model returned, or of the target's scores; live: that of all that went into what it returned. constant: modules
+    whose attention has values of no input; lost: modules whose output has no label. differences: the labels of tensors
+    that were subtracted. random_state, drew: of torch, before the pass, and whether the pass drew any random number.
+    dtype: of the first call. assumed: whether the calls are what the caller pointed at. tower: the module whose calls
+    alone are explained.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
@@ -98,6 +99,7 @@ class Recording:
     tail: list[tuple[str, torch.Tensor]] = field(default_factory=list[tuple[str, torch.Tensor]])
     digests: list[dict[str, torch.Tensor]] = field(default_factory=list[dict[str, torch.Tensor]])
     read: int = 0
+    live: int = 0
     constant: list[str] = field(default_factory=list[str])
     lost: list[str] = field(default_factory=list[str])
     differences: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -123,10 +125,12 @@ class Recording:
 
     @property
     def chosen(self) -> list[int]:
-        """The calls that are explained: those of one tower, or all."""
-        return [
-            number for number, call in enumerate(self.calls) if self.tower is None or within(call.module, self.tower)
-        ]
+        """The calls that are explained: those of one tower, or all, but for those that no output was made of."""
+        return [number for number in range(len(self.calls)) if self._explained(number)]
+
+    def _explained(self, number: int) -> bool:
+        used = not self.live or bool(self.live & self.fed[number].bit)
+        return used and (self.tower is None or within(self.calls[number].module, self.tower))
 
     def hides(self, number: int) -> bool:
         """Whether what no query of a call attends to may be padding, and is not what the model chose to leave out.
@@ -149,7 +153,7 @@ class Recording:
     def callers(self, label: int) -> list[int]:
         """The numbers of the explained calls in a label."""
         found = [mark for number, mark in enumerate(self.marks) if label >> number & 1 and isinstance(mark, int)]
-        return [call for call in found if self.tower is None or within(self.calls[call].module, self.tower)]
+        return [call for call in found if self._explained(call)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +200,8 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._layers, self._weights_of, self._compared, self._copies = layers, weights_of, compared, copies
         self._outputs: list[torch.Tensor] | None = [] if gradients else None
+        self._buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+        self._copied: dict[Any, torch.Tensor] = {}
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._model = model
         self._labels = Labels()
@@ -247,8 +253,10 @@ class Recorder(TorchFunctionMode):
 
     def finish(self, output: Any) -> None:
         """Say that the pass is over: what follows is the target, in which nothing attends. Notes what was read."""
-        self._over = True
         self.recording.read = self._labels.of_all(output)
+        if not self._over:
+            self.recording.live = 0 if self.recording.assumed else reached(self.recording, self.recording.read)
+        self._over = True
 
     def _enter_module(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
         if threading.get_ident() == self._thread:  # another thread may run the same model, unwatched
@@ -298,9 +306,10 @@ class Recorder(TorchFunctionMode):
             return self._attend(attending, func, args, kwargs)
         output = func(*args, **kwargs)
         label = self._labels.pass_on(func, args, kwargs, output)
+        if not self._over:
+            self._refuse_chance(func, args, kwargs)
         if label and not self._over:
             output = self._begin(func, args, kwargs, output)
-            self._refuse_chance(func, args, kwargs)
             if func in DIFFERENCE:
                 self._note_difference(*args[:2])
             self._by_hand.follow(self._running[-1], func, args, kwargs, output)
@@ -416,12 +425,23 @@ class Recorder(TorchFunctionMode):
     def _own(self, call: Kept) -> Kept:
         """The call with tensors that the model cannot overwrite, or that are watched for it."""
         names = ("q", "k", "mask", "v") if isinstance(call, FusedCall) else ("weights", "v")
-        if self._copies:
-            return replace(call, **{name: x.clone() for name in names if (x := getattr(call, name)) is not None})
+        copies: dict[str, torch.Tensor] = {}
         for name in names if self._outputs is not None else names[:-1]:
-            if (x := getattr(call, name)) is not None:
+            if (x := getattr(call, name)) is None:
+                continue
+            if self._copies or x.untyped_storage().data_ptr() in self._buffers:
+                copies[name] = self._copy(x)
+            else:
                 self._watch(x)
-        return call
+        return replace(call, **copies)
+
+    def _copy(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor, the same for all calls that keep the same state of it."""
+        version = -1 if x.is_inference() else x._version  # pyright: ignore[reportPrivateUsage]
+        state = (x.data_ptr(), x.shape, x.stride(), x.dtype, version)
+        if version < 0 or state not in self._copied:
+            self._copied[state] = x.clone()
+        return self._copied[state]
 
     def _watch(self, x: torch.Tensor) -> None:
         self._watched.append((weakref.ref(x), -1 if x.is_inference() else x._version))  # pyright: ignore[reportPrivateUsage]

@@ -228,6 +228,11 @@ def _made(
         return x.expand(*outer, *x.shape[-2:]).reshape(*two, *x.shape[-2:])
 
     def make() -> WeightedSum:
+        if bool((weights < 0).any()):
+            raise ValueError(
+                f"{module or 'the model'} multiplies values by weights of which some are negative (differential "
+                "attention, or something added to a softmax): the attention graph has no edges for these"
+            )
         return WeightedSum(module, flat(weights.detach()), flat(values.detach()), lambda x: flat(arrange(x)))
 
     return Weighing(scores.queries, scores.keys, label, make)

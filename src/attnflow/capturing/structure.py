@@ -78,8 +78,8 @@ def known(model: torch.nn.Module, args: Any, kwargs: Any, tower: str | None) -> 
     return found is not None and found.values in (None, _values((args, kwargs)))
 
 
-def recall(model: torch.nn.Module, args: Any, kwargs: Any, recording: Recording) -> Structure | None:
-    """What was found out before about such a pass, if the calls are fed as they were then."""
+def recall(model: torch.nn.Module, args: Any, kwargs: Any, recording: Recording, mixers: Mixers) -> Structure | None:
+    """What was found out before about such a pass, if the calls are fed as they were then. Raises as `find` does."""
     found = _known.get(model, {}).get(_shapes(model, (args, kwargs), recording.tower))
     if found is None or found.calls != _calls(recording):
         return None
@@ -91,6 +91,8 @@ def recall(model: torch.nn.Module, args: Any, kwargs: Any, recording: Recording)
 
     proof = structure.proof
     if proof is not None:
+        if proof.mixers is not None:
+            _say_mixed(model, proof.mixers, mixers)
         layouts = {stream: replace(layout, source=now(layout.source)) for stream, layout in proof.layouts.items()}
         proof = replace(proof, layouts=layouts)
     return replace(structure, flow=flow, proof=proof, source=now(structure.source))
@@ -278,8 +280,9 @@ def _remedy(model: torch.nn.Module) -> str:
 
 def _shapes(model: torch.nn.Module, values: Any, tower: str | None) -> Any:
     """What must be alike for a structure to be recalled: the model's modules, and the inputs but for their numbers."""
-    modules = hash(tuple((name, id(module)) for name, module in model.named_modules()))
-    return modules, tower, _described(values)
+    modules = tuple((id(module), module.training) for module in model.modules())
+    weights = tuple(x._version for x in model.parameters() if not x.is_inference())  # pyright: ignore[reportPrivateUsage]
+    return hash((modules, weights)), tower, _described(values)
 
 
 def _described(values: Any) -> Any:
