@@ -68,8 +68,8 @@ def moved(before, after, least=CHANGED):
 class Reality:
     """The calls of one model, loud and silenced, and what a change does to their values."""
 
-    def __init__(self, built, calls, output, found, layers):
-        self.built, self.calls, self.found, self.layers = built, calls, found, layers
+    def __init__(self, built, calls, output, found, layers, start=None):
+        self.built, self.calls, self.found, self.layers, self.start = built, calls, found, layers, start
         self.silent, silent_output = watch(built.model, built.inputs, silence=True)
         self.outputs = output, silent_output
 
@@ -89,6 +89,8 @@ class Reality:
         if entered is None:
             return []
         faults = []
+        if change.what.startswith("input_ids") and change.position not in entered and self.start is not None:
+            change.position += self.start  # of a decoder, behind what it reads
         if change.sure and change.position not in entered and entered:
             faults.append(("place", f"{change.what} stands at {sorted(entered)[:4]}, not at {change.position}"))
         if change.strict and entered - {change.position}:

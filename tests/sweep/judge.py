@@ -104,7 +104,7 @@ def hold(built, calls, output, traces, row):
     found, unknown, layers = matching.match(calls, traces)
     missing = [c for c, one in zip(calls, found, strict=True) if one is None and not silent(c)]
     faults = []
-    if missing:
+    if missing and not any("unused" in t.model.get("proofs", {}) for t in traces):
         shape = " x ".join(map(str, missing[0].weights.shape))
         faults.append(f"{len(missing)} of {len(calls)} calls are in no layer, first {missing[0].module} ({shape})")
     faults += [f"layer {n} ({traces[0].layers[n].name}) has the weights of no call" for n in unknown[:2]]
@@ -129,7 +129,7 @@ def silent(call):
 def of_changes(built, calls, output, found, layers, traces, row):
     """Faults that show when single tokens and patches are changed."""
     said = bool(traces[0].model.get("mixers"))
-    reality, faults = claims.Reality(built, calls, output, found, layers), {}
+    reality, faults = claims.Reality(built, calls, output, found, layers, traces[0].decoder_start), {}
     made = changes.changes(built, calls, traces, CHANGES)
     for change in made:
         for kind, sentence in reality.hold(change):

@@ -152,7 +152,8 @@ def dataflow(recording: Recording) -> Dataflow:
     extent = recording.calls[last.calls[0]].extent
     probes = len(streams[last.of].groups) == 1 and not streams[last.of].sources
     fewer = last.of == last.on and len(groups) > 1 and extent[2:] != recording.calls[groups[0][0]].extent[2:]
-    pools = len(steps[-1]) == 1 and extent[2] != extent[3] and (probes or fewer)
+    alone = len(streams) == 1 + (last.of != last.on)
+    pools = len(steps[-1]) == 1 and extent[2] != extent[3] and (probes or fewer) and alone
     return Dataflow(tuple(streams), tuple(tuple(step) for step in steps), pools)
 
 
@@ -174,7 +175,7 @@ def _same_sources(recording: Recording, one: int, other: int) -> bool:
 def _siblings(recording: Recording) -> list[list[int]]:
     """The calls in groups that read the same and are read together ever after: one module per head, heads in groups."""
     fed, calls = recording.fed, recording.calls
-    labels = [label for number in recording.chosen for label in fed[number][:3]] + [recording.read]
+    labels = [label for number in recording.chosen for label in fed[number][:3]] + recording.returned
     groups: list[list[int]] = []
     for number in recording.chosen:
         one = fed[number]

@@ -134,6 +134,33 @@ def _as_the_calls_have_it(placed: Placed) -> Placed:
     return Placed(tuple(layers), tuple(placed.places[position] for position in order), placed.kept, placed.own)
 
 
+def check_copies(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording, held: Sequence[Held]
+) -> None:
+    """Raise Unplaceable if a token without a patch that stands in several windows is another token in each.
+
+    What the first call with such tokens returns for those of one window is changed: where a model joins what the copies
+    of a [CLS] become, those in the other windows of later calls change too.
+    """
+    copied = [number for number in recording.chosen if _is_copied(held[number])]
+    if len(copied) < 2:
+        return
+    first, *later = copied
+    loose = ~held[first].some
+    rows = np.zeros_like(loose)
+    rows[0] = loose[0]  # all heads of the first window along the first axis
+    again = Replay(model, recording, Change({}, {first: torch.from_numpy(rows)}))
+    changes, _ = replay(model, args, kwargs, again)
+    if not any((changes[number]["v"].numpy() & ~held[number].some)[1:].any() for number in later):
+        name = recording.calls[first].module or "the model"
+        raise Unplaceable(f"the tokens without a patch in the windows of {name} are others in each window")
+
+
+def _is_copied(held: Held) -> bool:
+    """Whether tokens without a patch stand in several windows along the first axis of a call."""
+    return len(held.some) > 1 and bool((~held.some).any()) and bool(held.some.any())
+
+
 def _numbers(shape: Sequence[int]) -> NDArray[np.int64]:
     """A number for each patch, with bits of their own for each axis; in reading order."""
     numbers = np.zeros(shape, dtype=np.int64)
@@ -168,6 +195,8 @@ def _example(calls: Sequence[Kept], held: Sequence[Held], shape: Sequence[int], 
     first: list[Patches] = []
     level: list[Patches] = []
     for call, own in zip(calls, windows, strict=True):
+        if not own:
+            raise Unplaceable(f"{call.module or 'the model'} attends to no patch of example {index}")
         seen = [seen_keys(call, window.rows).tolist() for window in own]
         tokens = [
             (number, token, patches)
@@ -184,7 +213,8 @@ def _example(calls: Sequence[Kept], held: Sequence[Held], shape: Sequence[int], 
             layers.append(_merging(level, now, before, call.module))
         if len(now) == 1 < len(tokens):
             raise Unplaceable(
-                f"the tokens of {call.module or 'the model'} all hold the same patches: they are channels"
+                f"the tokens of {call.module or 'the model'} all hold the same patches: mixed before it, or they are "
+                "channels"
             )
         if len(now) < len(tokens):
             raise Unplaceable(f"{call.module} has the same patch in several windows")
@@ -234,7 +264,8 @@ def _kept_without_patch(calls: Sequence[Kept], windows: Sequence[list[_Window]])
 
     They are the same tokens in every window, as a [CLS] is that is copied into every frame.
     """
-    kept = torch.zeros(max(len(_without_patch(window)) for own in windows for window in own), dtype=torch.bool)
+    most = max((len(_without_patch(window)) for own in windows for window in own), default=0)
+    kept = torch.zeros(most, dtype=torch.bool)
     for call, own in zip(calls, windows, strict=True):
         for window in own:
             tokens = _without_patch(window)

@@ -106,9 +106,16 @@ def layouts(sources: Sequence[Source], size: int, past: int = 0) -> Iterator[Lay
         axes = [None] if len(plane) < 2 else [0, 1] if len(plane) == 2 and source.kind != "convolution" else [0]
         for axis in axes:
             batch = 1 if axis is None else plane[axis]
+            if source.kind == "module" and batch != _last_convolved(sources):
+                continue
             prefix = size - math.prod(plane) // max(batch, 1)
             if prefix == 0 or (0 < prefix < size and source.kind != "module"):
                 yield Layout(source, batch, axis, size + past, prefix + past, past)
+
+
+def _last_convolved(sources: Sequence[Source]) -> int:
+    """Over how many signals the last convolution ran."""
+    return next(source.plane[0] for source in reversed(sources) if source.kind == "convolution")
 
 
 def _of_kind(sources: Sequence[Source], kind: Kind) -> list[Source]:

@@ -85,11 +85,11 @@ class Recording:
 
     marks: what each bit of a label stands for: a source, or the number of a call. outputs, digests: of every call, and
     tail: what modules returned after the last one, if the pass is to be compared with others. read: the label of what
-    the model returned, or of the target's scores; live: that of all that went into what it returned. constant: modules
-    whose attention has values of no input; lost: modules whose output has no label. differences: the labels of tensors
-    that were subtracted. random_state, drew: of torch, before the pass, and whether the pass drew any random number.
-    dtype: of the first call. assumed: whether the calls are what the caller pointed at. tower: the module whose calls
-    alone are explained.
+    the model returned, or of the target's scores; returned: the labels of what it returned, tensor by tensor; live:
+    that of all that went into it. constant: modules whose attention has values of no input; lost: modules whose output
+    has no label. differences: the labels of tensors that were subtracted. random_state, drew: of torch, before the
+    pass, and whether the pass drew any random number. dtype: of the first call. assumed: whether the calls are what the
+    caller pointed at. tower: the module whose calls alone are explained.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
@@ -99,6 +99,7 @@ class Recording:
     tail: list[tuple[str, torch.Tensor]] = field(default_factory=list[tuple[str, torch.Tensor]])
     digests: list[dict[str, torch.Tensor]] = field(default_factory=list[dict[str, torch.Tensor]])
     read: int = 0
+    returned: list[int] = field(default_factory=list[int])
     live: int = 0
     constant: list[str] = field(default_factory=list[str])
     lost: list[str] = field(default_factory=list[str])
@@ -253,6 +254,7 @@ class Recorder(TorchFunctionMode):
 
     def finish(self, output: Any) -> None:
         """Say that the pass is over: what follows is the target, in which nothing attends. Notes what was read."""
+        self.recording.returned = [self._labels.of(x) for x in tensors_in(output)]
         self.recording.read = self._labels.of_all(output)
         if not self._over:
             self.recording.live = 0 if self.recording.assumed else reached(self.recording, self.recording.read)

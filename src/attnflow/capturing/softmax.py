@@ -79,7 +79,7 @@ class WeightsByHand:
         (memory slots, codes) are no values of positions. Raises ValueError for weights of which some are subtracted.
         """
         if func is torch.einsum:
-            return self._einsum(args)
+            return self._einsum(_operands(args))
         if func not in _MULTIPLY:
             return None
         for weights, values, transposed in ((args[0], args[1], False), (args[1], args[0], True)):
@@ -103,7 +103,7 @@ class WeightsByHand:
             if (rows or columns) and output.ndim > 1:
                 self._followed[output] = _Scores(rows, columns)
         elif func is torch.einsum:
-            self._scores_of_einsum(args, output)
+            self._scores_of_einsum(_operands(args), output)
         elif func in _FOLLOWED and self._followed:
             self._followed_on(func, args, kwargs, output)
         elif func in _SWAPPED or func in _PERMUTED:
@@ -238,9 +238,17 @@ def _made(
     return Weighing(scores.queries, scores.keys, label, make)
 
 
+def _operands(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an einsum of two tensors, which may come as a list; nothing for any other call of it."""
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], tuple | list):
+        operands = operands[0]
+    return (equation, *operands) if isinstance(equation, str) and len(operands) == 2 else ()
+
+
 def _equation(args: tuple[Any, ...]) -> tuple[tuple[str, str], str] | None:
     """The letters of the two operands of an einsum and of its result; None for any other call of it."""
-    if len(args) != 3 or not isinstance(args[0], str):
+    if len(args) != 3:
         return None
     equation = args[0].replace(" ", "")
     if "..." in equation:

@@ -18,6 +18,7 @@ from attnflow.capturing.labels import tensors_in
 from attnflow.capturing.mixers import first_mixer
 from attnflow.capturing.proof import KINDS, Proof, assume, prove, sizes_of
 from attnflow.capturing.recorder import Recording, Source
+from attnflow.layers import PlacedLayer
 
 Mixers: TypeAlias = Literal["refuse", "allow"]
 
@@ -37,6 +38,7 @@ class Structure:
     held: tuple[placing.Held, ...] = ()
     source: Source | None = None
     batch: int = 1
+    unused: int = 0
 
     def placed(self, recording: Recording) -> list[placing.Placed]:
         """The examples of a pass whose calls are placed patch by patch; `placing.Unplaceable` where they cannot be.
@@ -57,7 +59,8 @@ class Structure:
             places = "proved" if self.proof.mixers is None else "assumed"
         else:
             isolation = places = "assumed (prove=False)"
-        return {"dataflow": "by labels", "isolation": isolation, "reproduction": "weights x values", "places": places}
+        found = {"dataflow": "by labels", "isolation": isolation, "reproduction": "weights x values", "places": places}
+        return found | ({"unused": f"{self.unused} calls that no output was made of"} if self.unused else {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +122,8 @@ def find(
         structure = _structure(model, args, kwargs, recording, flow, hidden, asks=asks, mixers=mixers)
     except (Misfit, placing.Unplaceable) as error:
         raise ValueError(_no_graph(model, recording, str(error))) from None
+    if recording.tower is None:
+        structure = replace(structure, unused=len(recording.calls) - len(recording.chosen))
     if asks and not recording.drew:
         patches = structure.held or any(
             layout.source is not None and layout.source.kind in ("convolution", "linear", "module")
@@ -188,7 +193,8 @@ def _placed(
 ) -> Structure:
     held = tuple(placing.ask(model, args, kwargs, recording, source))
     structure = Structure(flow, None, held, source, _batch(flow, source, args, kwargs))
-    structure.placed(recording)
+    if any(isinstance(layer, PlacedLayer) and len(layer.parts) > 1 for layer in structure.placed(recording)[0].layers):
+        placing.check_copies(model, args, kwargs, recording, held)
     return structure
 
 
@@ -202,12 +208,14 @@ def _batch(flow: Dataflow, source: Source, args: Any, kwargs: Any) -> int:
 
 
 def _signal(flow: Dataflow) -> Source | None:
-    """The patches of the only stream there is: its last convolution in space."""
+    """The patches of the only stream there is: its last convolution in space, or the first layer over its pixels."""
     first, *others = flow.joint
     if others:
         return None
-    own = [source for source in flow.streams[first].sources if source.kind == "convolution" and len(source.plane) > 2]
-    return own[-1] if own else None
+    sources = flow.streams[first].sources
+    convolved = [source for source in sources if source.kind == "convolution" and len(source.plane) > 2]
+    linear = [source for source in sources if source.kind == "linear" and len(source.plane) > 1]
+    return convolved[-1] if convolved else linear[0] if linear else None
 
 
 def masks_of(flow: Dataflow, inputs: Mapping[str, Any]) -> dict[int, Any]:
