@@ -28,7 +28,7 @@ benchmark: $(VENV)/dev
 
 sweep: $(VENV)/dev
 	mkdir -p out
-	PYTHONPATH=src:tests $(BIN)/python -m sweep --resume out/sweep.jsonl --output docs/sweep.md
+	PYTHONPATH=src:tests $(BIN)/python -m sweep --resume out/sweep.jsonl --output docs/coverage.md
 
 pictures: $(VENV)/dev
 	$(BIN)/python examples/pictures.py

@@ -583,7 +583,7 @@ WITH_GRADIENTS = [
 
 
 def coverage() -> str:
-    """docs/coverage.md: what capture is proved on, family by family."""
+    """docs/families.md: what capture is proved on, family by family."""
     from attnflow import capture
     from attnflow.layers import AttentionWeights, MergingLayer, PlacedLayer
 
@@ -618,7 +618,7 @@ def coverage() -> str:
             causal,
         )
         rows.append("| " + " | ".join(cells) + " |")
-    head = """# What capture is proved on
+    head = """# Families that the tests hold to 1e-5
 
 Written by `python tests/families.py`; a test keeps it true. For every row tests/test_capture.py proves, on a small
 random model and a batch of two, that the captured attention equals the model's own (eager attention, an unfused path,
@@ -640,4 +640,4 @@ tests/test_capture.py.
 if __name__ == "__main__":
     from pathlib import Path
 
-    (Path(__file__).parents[1] / "docs" / "coverage.md").write_text(coverage())
+    (Path(__file__).parents[1] / "docs" / "families.md").write_text(coverage())

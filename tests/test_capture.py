@@ -806,7 +806,7 @@ def test_the_table_of_coverage_is_true():
 
     from families import coverage
 
-    assert (Path(__file__).parents[1] / "docs" / "coverage.md").read_text() == coverage()
+    assert (Path(__file__).parents[1] / "docs" / "families.md").read_text() == coverage()
 
 
 @pytest.mark.parametrize(

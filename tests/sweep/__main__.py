@@ -19,7 +19,7 @@ def main():
     parser.add_argument("--sample", metavar="N", type=int, help="so many, chosen by the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", metavar="FILE", help="JSON lines: written row by row, and gone on with")
-    parser.add_argument("--output", metavar="PAGE", help="the page to write, such as docs/sweep.md")
+    parser.add_argument("--output", metavar="PAGE", help="the page to write, such as docs/coverage.md")
     chosen = parser.parse_args()
     run.prepared()
     cases = catalogue.timm_cases(chosen.all_timm) + catalogue.transformers_cases()

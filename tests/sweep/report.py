@@ -4,12 +4,13 @@ import collections
 import re
 
 VERDICTS = ("equal", "refused", "WRONG", "crash", "not judged", "not built")
-HEAD = """# The sweep
+HEAD = """# What capture was tried on
 
-Written by `make sweep`. Every model class of transformers and every class of timm is built small, with seeded random
-weights, and captured; the trace is held to what the model really does, seen by other means (tests/sweep): the weights
-of every attention call below autograd, which calls the values of a call depend on, and what changes at every call when
-one token or patch is changed, with attention and without. "equal" says how large the largest difference was.
+Written by `make sweep`; the families that the tests hold to 1e-5 are in [families.md](families.md). Every model class
+of transformers and every class of timm is built small, with seeded random weights, and captured; the trace is held to
+what the model really does, seen by other means (tests/sweep): the weights of every attention call below autograd, which
+calls the values of a call depend on, and what changes at every call when one token or patch is changed, with attention
+and without. "equal" says how large the largest difference was.
 
 """
 

@@ -57,6 +57,13 @@ def capture(
     explain what it wrote: the trace is that of prompt and answer together, which with a cache of keys or without is one
     square graph, and its query "generated" the rows that wrote each token. One example at a time, without padding.
 
+    prove: at the first capture of a model object on inputs of some shapes, ask the model where its tokens stand and
+    whether anything but the recorded attention moves information between positions, by two further passes (more for
+    very short inputs, and for patches that stand in no plain order); `trace.model["proofs"]` says what was found.
+    mixers: "refuse" such models with an error that names the module, or "allow" them with a warning.
+    tower: of a model with several towers explain the attention inside one module, named by its path or the last names
+    of it ("language_model"). All of the model runs, and image tokens stand at the patches that they were made of.
+
     An encoder-decoder gives one joint trace over the positions of both, the encoder's first: rollout and flow from a
     decoder's position reach down through cross-attention to the encoder's input. Text and an image in one stream give
     the text first. Windows, frames and merged patches (Swin, TimeSformer) are placed on the whole grid; for that the
@@ -64,10 +71,10 @@ def capture(
 
     Returns the trace for one example, and a list of traces for a batch of several.
 
-    Raises ValueError if no attention or not all of it was seen (with the module and the way out), for a model in
-    training mode, for a text that is empty or longer than the model takes, and for attention that is neither one stack
-    of layers nor an encoder with its decoder (two towers), or not between inputs (channels, padded windows, patches
-    mixed by convolutions).
+    Raises ValueError if no attention was seen, for a model in training mode, for a text that is empty or longer than
+    the model takes, where something else mixes positions, where no gradient of the target reaches the attention, and
+    for attention that makes up no graph: several towers, branches, differential attention, attention that is not
+    between positions of the input (channels, padded windows, patches mixed by convolutions).
     """
     model, bound = module_of(model)
     args, kwargs = arguments(model, inputs, tokenizer)

@@ -80,7 +80,7 @@ class Dataflow:
         return group, self.pools and group is last
 
 
-class Misfit(Exception):
+class Misfit(ValueError):
     """Why the calls of a pass are no graph that capture knows; said beside their sizes."""
 
 

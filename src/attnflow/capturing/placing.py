@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnflow.capturing.calls import Kept, LeftOut, Rows
+from attnflow.capturing.calls import Call, Kept, LeftOut, Rows
 from attnflow.capturing.examples import Seen, call_layer, seen_keys
 from attnflow.capturing.proof import Change, Replay, replay
 from attnflow.capturing.recorder import Recording, Source
@@ -28,7 +28,7 @@ from attnflow.trace import Grid
 Patches: TypeAlias = tuple[int, int]
 
 
-class Unplaceable(Exception):
+class Unplaceable(ValueError):
     """What stands in the way of placing tokens on patches; `place` says it beside the calls of the model."""
 
 
@@ -107,9 +107,7 @@ def place(
     """
     if source.plane[0] % batch:
         raise Unplaceable(f"the last convolution is over {source.plane[0]}, of {batch} examples")
-    calls = [call for number in recording.chosen if not isinstance(call := recording.calls[number], LeftOut)]
-    if len(calls) < len(recording.chosen):
-        raise Unplaceable("that takes every layer, so leave layers= out")
+    calls = [recording.calls[number] for number in recording.chosen]
     per = source.plane[0] // batch  # frames of one example that were convolved one by one
     placed = [
         _example(calls, [held[number] for number in recording.chosen], source.plane, per, index)
@@ -183,7 +181,7 @@ def _place_of(patches: Patches, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(place))
 
 
-def _example(calls: Sequence[Kept], held: Sequence[Held], shape: Sequence[int], per: int, index: int) -> Placed:
+def _example(calls: Sequence[Call], held: Sequence[Held], shape: Sequence[int], per: int, index: int) -> Placed:
     """The layers of one example; Unplaceable says what stands in the way.
 
     per: how many frames of one example were convolved one by one.
@@ -197,7 +195,7 @@ def _example(calls: Sequence[Kept], held: Sequence[Held], shape: Sequence[int], 
     for call, own in zip(calls, windows, strict=True):
         if not own:
             raise Unplaceable(f"{call.module or 'the model'} attends to no patch of example {index}")
-        seen = [seen_keys(call, window.rows).tolist() for window in own]
+        seen = [_seen(call, window).tolist() for window in own]
         tokens = [
             (number, token, patches)
             for number, window in enumerate(own)
@@ -210,6 +208,8 @@ def _example(calls: Sequence[Kept], held: Sequence[Held], shape: Sequence[int], 
                 raise Unplaceable("some of the first layer's tokens hold more patches than others")
             first = now
         elif now != level:
+            if any(isinstance(one, LeftOut) for one in calls):
+                raise Unplaceable("patches are merged, which takes every layer: leave layers= out")
             layers.append(_merging(level, now, before, call.module))
         if len(now) == 1 < len(tokens):
             raise Unplaceable(
@@ -222,6 +222,8 @@ def _example(calls: Sequence[Kept], held: Sequence[Held], shape: Sequence[int], 
         rank = {patches: before + number for number, patches in enumerate(now)}
         if call.extent[2] != call.extent[3]:
             raise Unplaceable(f"the queries of {call.module} are not its keys")
+        if isinstance(call, LeftOut):
+            continue
         places = {(window, token): rank[patches] for window, token, patches in tokens}
         layers.append(_layer(call, own, places, kept, before + len(now)))
     indices = [_place_of(patches, shape) for patches in first]
@@ -248,6 +250,11 @@ def _windows_of(holds: Held, shape: Sequence[int], wanted: range) -> list[_Windo
     return [_Window(rows, tokens) for tokens, rows in windows.items()]
 
 
+def _seen(call: Call, window: _Window) -> torch.Tensor:
+    """(token,), True where some query of a window may attend to a token; anywhere, if that was not kept."""
+    return torch.ones(call.extent[3], dtype=torch.bool) if isinstance(call, LeftOut) else seen_keys(call, window.rows)
+
+
 def _without_patch(window: _Window) -> list[int]:
     """The tokens of a window that hold no patch."""
     return [token for token, patches in enumerate(window.holds) if patches is None]
@@ -259,7 +266,7 @@ def _kept_tokens(window: _Window, kept: torch.Tensor) -> list[int]:
     return [token for token in range(len(window.holds)) if token not in dropped]
 
 
-def _kept_without_patch(calls: Sequence[Kept], windows: Sequence[list[_Window]]) -> torch.Tensor:
+def _kept_without_patch(calls: Sequence[Call], windows: Sequence[list[_Window]]) -> torch.Tensor:
     """(token,), of those that hold no patch True for those that some query may attend to.
 
     They are the same tokens in every window, as a [CLS] is that is copied into every frame.
@@ -269,7 +276,7 @@ def _kept_without_patch(calls: Sequence[Kept], windows: Sequence[list[_Window]])
     for call, own in zip(calls, windows, strict=True):
         for window in own:
             tokens = _without_patch(window)
-            seen = seen_keys(call, window.rows)[tokens]
+            seen = _seen(call, window)[tokens]
             leading = tokens == list(range(len(tokens)))
             patches = [token for token, one in enumerate(window.holds) if one is not None]
             whole = patches == list(range(patches[0], patches[-1] + 1))

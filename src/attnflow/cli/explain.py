@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from attnflow.relevance import Relevance
-    from attnflow.trace import Trace
+    from attnflow.trace import Query, Trace
 
 # A share of saturated pairs above which the command line says what that means.
 SATURATED = 0.5
@@ -193,9 +193,9 @@ def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevan
         return METHODS[method].function(trace, **settings)
 
 
-def _query(query: str | None, trace: Trace) -> int | str | None:
+def _query(query: str | None, trace: Trace) -> Query:
     if query is None:
-        return trace.readout
+        return trace.readout if trace.readout is not None else trace.reads
     if query == "all":
         return None
     positions = trace.layers[-1].shape[1]

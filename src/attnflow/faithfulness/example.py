@@ -72,7 +72,8 @@ class Example:
         """The scores of a method or a baseline, of the plan's query and layers."""
         settings = self.plan.settings.get(method, {})
         if method in METHODS:
-            query = self.trace.readout if self.plan.query == "readout" else self.plan.query
+            read = self.trace.readout if self.trace.readout is not None else self.trace.reads
+            query = read if self.plan.query == "readout" else self.plan.query
             return METHODS[method].function(self.trace, query=query, layer=self.plan.layer, **settings)
         function = BASELINES[method].function
         if BASELINES[method].needs == "changes":
