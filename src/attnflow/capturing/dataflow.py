@@ -112,17 +112,20 @@ def dataflow(recording: Recording) -> Dataflow:
 
     for number, calls in enumerate(groups):
         fed, name = recording.fed[calls[0]], _name(recording, calls[0])
-        read = fed.keys | fed.values
+        read = fed.values  # keys may hold places of their own beside what the values hold
         if set(recording.callers(fed.keys)) - set(recording.callers(fed.values)):
             raise Misfit(f"{name} takes its keys from other calls than its values: two streams share scores")
         asks, reads = latest(fed.queries), latest(read)
         if asks is not None and _begins_anew(recording, fed.queries, calls[0], streams[stream_of[asks]]):
             asks, reads = None, None if fed.queries == read else reads
         of = begun(fed.queries) if asks is None else stream_of[asks]
-        if fed.queries == read or (asks is None and reads is None and _same_sources(recording, fed.queries, read)):
+        if fed.queries == read or (asks is None and reads is None and _share_sources(recording, fed.queries, read)):
             on = of
+        elif reads is None:
+            on = begun(read)
+            streams[on].sources = _with_those_of_keys(recording, streams[on].sources, fed.keys)
         else:
-            on = begun(read) if reads is None else stream_of[reads]
+            on = stream_of[reads]
         asked = None if reads is None else streams[stream_of[reads]]
         if (
             asks is None
@@ -168,8 +171,17 @@ def _begins_anew(recording: Recording, label: int, call: int, stream: Stream) ->
     )
 
 
-def _same_sources(recording: Recording, one: int, other: int) -> bool:
-    return bool(recording.sources(one)) and recording.sources(one) == recording.sources(other)
+def _share_sources(recording: Recording, one: int, other: int) -> bool:
+    """Whether all sources of one label are among those of the other, one way or the other."""
+    sources, others = set(recording.sources(one)), set(recording.sources(other))
+    return bool(sources) and bool(others) and (sources <= others or others <= sources)
+
+
+def _with_those_of_keys(recording: Recording, sources: tuple[Source, ...], keys: int) -> tuple[Source, ...]:
+    """The sources of values, with those of keys that are given for the same tokens."""
+    planes = {(source.kind, source.plane) for source in sources}
+    more = [source for source in recording.sources(keys) if (source.kind, source.plane) in planes]
+    return tuple(dict.fromkeys([*sources, *more]))
 
 
 def _siblings(recording: Recording) -> list[list[int]]:

@@ -32,6 +32,10 @@ class Unplaceable(ValueError):
     """What stands in the way of placing tokens on patches; `place` says it beside the calls of the model."""
 
 
+class Mixed(Unplaceable):
+    """Patches of several examples in one window."""
+
+
 @dataclass(frozen=True, eq=False)
 class Placed:
     """One example's layers over its positions.
@@ -242,7 +246,7 @@ def _windows_of(holds: Held, shape: Sequence[int], wanted: range) -> list[_Windo
         of = {int(number) >> below in wanted for number in holds.patches[row][some]}
         mixed = any(int(both) >> below for both in holds.both[row][some])
         if len(of) > 1 or mixed:
-            raise Unplaceable("examples are mixed")
+            raise Mixed("examples are mixed")
         if of == {True}:
             pairs = zip(holds.patches[row].tolist(), holds.both[row].tolist(), some.tolist(), strict=True)
             tokens = tuple((number, both) if held else None for number, both, held in pairs)

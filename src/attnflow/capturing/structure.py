@@ -193,9 +193,20 @@ def _placed(
 ) -> Structure:
     held = tuple(placing.ask(model, args, kwargs, recording, source))
     structure = Structure(flow, None, held, source, _batch(flow, source, args, kwargs))
+    if structure.batch > 1 and not _are_apart(structure, recording):  # images that stand in one sequence
+        structure = replace(structure, batch=1)
     if any(isinstance(layer, PlacedLayer) and len(layer.parts) > 1 for layer in structure.placed(recording)[0].layers):
         placing.check_copies(model, args, kwargs, recording, held)
     return structure
+
+
+def _are_apart(structure: Structure, recording: Recording) -> bool:
+    """Whether the examples of a batch can be placed each by itself."""
+    try:
+        structure.placed(recording)
+    except placing.Mixed:
+        return False
+    return True
 
 
 def _batch(flow: Dataflow, source: Source, args: Any, kwargs: Any) -> int:
