@@ -232,16 +232,22 @@ def _stale(recording: Recording, groups: Sequence[Sequence[int]], name: str, sta
 
 def towers(recording: Recording, flow: Dataflow) -> list[list[str]]:
     """The modules of the calls of each set of streams that nothing joins; several sets are no single graph."""
+    modules: list[list[str]] = []
+    for one in joined_streams(flow):
+        calls = [call for step in flow.steps for group in step if group.of in one for call in group.calls]
+        modules.append([recording.calls[call].module for call in sorted(calls)])
+    return modules
+
+
+def joined_streams(flow: Dataflow) -> list[set[int]]:
+    """The sets of streams that calls join to one another and to no others, but for streams without calls."""
     sets = [{number} for number in range(len(flow.streams))]
     for step in flow.steps:
         for group in step:
             joined = [one for one in sets if one & {group.of, group.on}]
             sets = [one for one in sets if one not in joined] + [set().union(*joined)]
-    modules: list[list[str]] = []
-    for one in sorted(sets, key=min):
-        calls = [call for step in flow.steps for group in step if group.of in one for call in group.calls]
-        modules.append([recording.calls[call].module for call in sorted(calls)])
-    return [names for names in modules if names]
+    changed = {group.of for step in flow.steps for group in step}
+    return [one for one in sorted(sets, key=min) if one & changed]
 
 
 def common_path(names: Sequence[str]) -> str:

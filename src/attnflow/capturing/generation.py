@@ -10,7 +10,7 @@ import torch
 from attnflow.capturing import huggingface
 
 # What belongs to a prompt of tokens alone, and what a model makes anew for prompt and answer when it is not given.
-_OF_THE_PROMPT = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+_OF_THE_PROMPT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 
 def written(
@@ -40,22 +40,71 @@ def written(
     chosen = _settings(settings)
     if ids is not None:
         _check_padding(model, ids, given.get("attention_mask"), joint=joint)
-    with torch.no_grad():
-        sequences: Any = model.generate(**given, **chosen)  # pyright: ignore[reportCallIssue]
-    sequences = getattr(sequences, "sequences", sequences)
+    sequences, kinds = _generated(model, given, chosen)
     batch = len(next(value for value in given.values() if isinstance(value, torch.Tensor)))
     if len(sequences) != batch:
         raise ValueError(f"generate gave {len(sequences)} answers to {batch} prompts; ask for one each")
     end = _end_ids(model, chosen)
     if joint and "decoder_input_ids" not in given:
         _check_beginning(model, sequences)
-    return [_example(index, given, sequences[index], joint=joint, end=end) for index in range(batch)]
+    examples = [_example(index, given, sequences[index], batch, joint=joint, end=end) for index in range(batch)]
+    if joint:
+        return examples
+    return [
+        (inputs | _kinds_of(index, kinds, given, inputs["input_ids"].shape[1], batch), start)
+        for index, (inputs, start) in enumerate(examples)
+    ]
+
+
+def _generated(
+    model: Any, given: dict[str, Any], chosen: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What the model wrote, and the kinds of tokens (text, image) that it was told of in all steps, put together.
+
+    A model may give its answer another kind than its prompt, and let no token of the prompt attend to it.
+    """
+    kinds: dict[str, torch.Tensor] = {}
+
+    def note(_module: torch.nn.Module, _args: Any, step: dict[str, Any]) -> None:
+        for name, told in step.items():
+            if name.endswith("token_type_ids") and isinstance(told, torch.Tensor):
+                before = kinds.get(name, told[:, :0])
+                kinds[name] = told if told.shape[1] > before.shape[1] else torch.cat([before, told], dim=1)
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            sequences = model.generate(**given, **chosen)
+            sequences = getattr(sequences, "sequences", sequences)
+            prompt = given.get("input_ids")
+            if kinds and prompt is not None and sequences.shape[1] == prompt.shape[1] + 1:  # nothing written was read
+                kinds.clear()
+                model.generate(**given, **{**chosen, "max_new_tokens": 2, "min_new_tokens": 2})
+    finally:
+        hook.remove()
+    return sequences, kinds
+
+
+def _kinds_of(
+    index: int, kinds: Mapping[str, torch.Tensor], given: dict[str, Any], size: int, batch: int
+) -> dict[str, torch.Tensor]:
+    """The kinds of one example's tokens, those of its padding left out; the last token is of the kind before it."""
+    mask, found = given.get("attention_mask"), dict[str, torch.Tensor]()
+    for name, told in kinds.items():
+        row = told[index * len(told) // batch]
+        if mask is not None and mask.shape == given["input_ids"].shape:
+            count = mask.shape[1]
+            row = torch.cat([row[:count][mask[index] != 0], row[count:]])
+        found[name] = torch.cat([row, row[-1:].expand(max(0, size - len(row)))])[None, :size]
+    return found
 
 
 def _example(
-    index: int, given: dict[str, Any], sequence: torch.Tensor, *, joint: bool, end: set[int]
+    index: int, given: dict[str, Any], sequence: torch.Tensor, batch: int, *, joint: bool, end: set[int]
 ) -> tuple[dict[str, Any], int]:
-    tensors = {name: value[index : index + 1] for name, value in given.items() if isinstance(value, torch.Tensor)}
+    whole_batch = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    # Of a single example all is its own, also what has no axis of examples, such as the patches of one image.
+    tensors = {name: value[index : index + 1] if batch > 1 else value for name, value in whole_batch.items()}
     prompt = given | tensors
     ids, mask = prompt.get("input_ids"), prompt.get("attention_mask")
     extra = {name: value for name, value in prompt.items() if ids is None or name not in _OF_THE_PROMPT}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,9 +45,14 @@ def _writer(source: str) -> Any:
     joint = transformers.AutoConfig.from_pretrained(source).is_encoder_decoder
     kind: Any = transformers.AutoModelForSeq2SeqLM if joint else transformers.AutoModelForCausalLM
     model, facts = kind.from_pretrained(source, output_loading_info=True)
+    refuse_missing(facts)
+    return model
+
+
+def refuse_missing(facts: Mapping[str, Any]) -> None:
+    """Raise ValueError if a model that is to write was loaded with weights drawn at random, as loading info says."""
     if facts["missing_keys"]:
         raise ValueError(f"it was not trained to write: it has no weights for {sorted(facts['missing_keys'])[0]}")
-    return model
 
 
 def first_line(error: BaseException) -> str:

@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from attnflow.capturing import placing
-from attnflow.capturing.dataflow import Dataflow, Misfit, common_path, dataflow, towers
+from attnflow.capturing.dataflow import Dataflow, Misfit, common_path, dataflow, joined_streams, towers
 from attnflow.capturing.labels import tensors_in
 from attnflow.capturing.mixers import first_mixer
 from attnflow.capturing.proof import KINDS, Proof, assume, prove, sizes_of
-from attnflow.capturing.recorder import Recording, Source
+from attnflow.capturing.recorder import Recording, Source, record
 from attnflow.layers import PlacedLayer
 
 Mixers: TypeAlias = Literal["refuse", "allow"]
@@ -256,6 +256,32 @@ def _refuse_towers(model: torch.nn.Module, recording: Recording, flow: Dataflow)
         f"several towers, {names}, which are no single graph; explain one of them with tower={paths[-1]!r}, or capture "
         "one of them with what it takes"
     )
+
+
+def reader(model: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
+    """The tower that reads what the others make of their part of the inputs, as `capture(..., tower=...)` takes it.
+
+    A language model beside a vision tower, for instance. None where the model is one graph. The model runs once.
+
+    Raises ValueError where no tower reads another, and as `capture` does for a model whose calls it cannot follow.
+    """
+    recording, _ = record(model, (), dict(inputs))
+    try:
+        flow = dataflow(recording)
+    except Misfit as error:
+        raise ValueError(_no_graph(model, recording, str(error))) from None
+    joined = joined_streams(flow)
+    paths = distinct_paths(towers(recording, flow))
+    if len(paths) < 2:
+        return None
+    fed = [set().union(*(flow.streams[number].made_of for number in own)) - own for own in joined]
+    last = [path for path, own, by in zip(paths, joined, fed, strict=True) if by and not any(own & of for of in fed)]
+    if len(last) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has the towers {' and '.join(paths)}, of which not one reads all the others; "
+            "capture one of them with what it takes"
+        )
+    return last[0]
 
 
 def distinct_paths(sets: list[list[str]]) -> list[str]:

@@ -178,6 +178,8 @@ def _load_huggingface(name: str, classifies: bool) -> VisionModel:
     else:
         model = transformers.AutoModel.from_pretrained(name)
         model = getattr(model, "vision_model", model)
+    if model.main_input_name == "input_ids" and hasattr(model.config, "text_config"):
+        raise ValueError(f"{type(model).__name__} reads a text beside the image; say which with --text")
     config = getattr(model.config, "vision_config", model.config)
     if not hasattr(config, "image_size"):
         raise ValueError(f"{type(model).__name__} takes no images")

