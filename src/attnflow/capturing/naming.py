@@ -52,9 +52,8 @@ class Names:
         """Of one example whose patches were placed: text, prefix tokens, patches."""
         found = ids_of(stream, None)
         ids = found[index].tolist() if found is not None else []
-        if placed.own is not None and len(ids) > len(placed.kept):  # ids that stand for patches have a place as well
-            held = list(zip(placed.own, placed.places, strict=True))
-            text, beside = [ids[token] for token, place in held if place is None], 0
+        if placed.loose is not None and len(ids) > len(placed.kept):  # ids that stand for patches have a place as well
+            text, beside = [ids[token] for token in placed.loose], 0
         else:
             text = [i for i, kept in zip(ids, placed.kept.tolist(), strict=False) if kept]
             beside = int(placed.kept[len(ids) :].sum())

@@ -44,14 +44,14 @@ class Placed:
     that hold no patch (text, [CLS]), then the patches in reading order.
 
     places: for each position (row, column), or (frame, row, column), or None if it holds no patch. kept: of the tokens
-    that hold no patch, True for those that are no padding. own: for each position its place among the tokens of the
-    calls, where it has one in all of them.
+    that hold no patch, True for those that are no padding. loose: the kept ones of these by their number among the
+    tokens of the calls, where that is the same in all of them.
     """
 
     layers: tuple[Layer, ...]
     places: tuple[tuple[int, ...] | None, ...]
     kept: torch.Tensor
-    own: tuple[int, ...] | None = None
+    loose: tuple[int, ...] | None = None
 
     @property
     def grid(self) -> Grid | None:
@@ -125,7 +125,7 @@ def _as_the_calls_have_it(placed: Placed) -> Placed:
     layers: list[Layer] = []
     order: tuple[int, ...] | None = None
     for layer in placed.layers:
-        if not isinstance(layer, PlacedLayer) or len(layer.parts) != 1 or placed.own is None:
+        if not isinstance(layer, PlacedLayer) or len(layer.parts) != 1 or placed.loose is None:
             return placed
         (part,) = layer.parts
         if len(part.queries) < layer.size or order not in (None, part.queries):
@@ -133,7 +133,7 @@ def _as_the_calls_have_it(placed: Placed) -> Placed:
         order = part.queries
         layers.append(part.layer)
     assert order is not None
-    return Placed(tuple(layers), tuple(placed.places[position] for position in order), placed.kept, placed.own)
+    return Placed(tuple(layers), tuple(placed.places[position] for position in order), placed.kept, placed.loose)
 
 
 def check_copies(
@@ -169,6 +169,11 @@ def _numbers(shape: Sequence[int]) -> NDArray[np.int64]:
     for size, along in zip(shape, np.indices(shape), strict=True):
         numbers = (numbers << (size - 1).bit_length()) | along
     return numbers
+
+
+def _number_of(first: int, shape: Sequence[int]) -> int:
+    """The number of the patch that is the first of some index along the first axis."""
+    return first << sum((size - 1).bit_length() for size in shape[1:])
 
 
 def _place_of(patches: Patches, shape: Sequence[int]) -> tuple[int, ...]:
@@ -231,10 +236,17 @@ def _example(calls: Sequence[Call], held: Sequence[Held], shape: Sequence[int], 
         places = {(window, token): rank[patches] for window, token, patches in tokens}
         layers.append(_layer(call, own, places, kept, before + len(now)))
     indices = [_place_of(patches, shape) for patches in first]
-    places = [(place[0] - index * per, *place[1:]) if per > 1 else place[1:] for place in indices]
-    tokens = {tuple(_kept_tokens(window, kept)) for own in windows for window in own}
-    own = tokens.pop() if len(tokens) == 1 and all(len(own) == 1 for own in windows) else None
-    return Placed(tuple(layers), (*[None] * before, *places), kept, own)
+    if per > 1:  # frames, or patches that were given one by one and stand along no other axis
+        start = _place_of((_number_of(index * per, shape), first[0][1]), shape)[0]
+        along = [axis for axis, size in enumerate(shape) if axis == 0 or size > 1]
+        places = [tuple(place[axis] - (start if axis == 0 else 0) for axis in along) for place in indices]
+    else:
+        places = [place[1:] for place in indices]
+    alike = {tuple(_without_patch(window)) for own in windows for window in own}
+    loose = None
+    if len(alike) == 1 and all(len(own) == 1 for own in windows):
+        loose = tuple(token for token, keep in zip(alike.pop(), kept.tolist(), strict=True) if keep)
+    return Placed(tuple(layers), (*[None] * before, *places), kept, loose)
 
 
 def _windows_of(holds: Held, shape: Sequence[int], wanted: range) -> list[_Window]:
@@ -243,9 +255,9 @@ def _windows_of(holds: Held, shape: Sequence[int], wanted: range) -> list[_Windo
     windows: dict[tuple[Patches | None, ...], list[tuple[int, int]]] = {}
     for row in np.ndindex(*holds.some.shape[:2]):
         some = holds.some[row]
-        of = {int(number) >> below in wanted for number in holds.patches[row][some]}
-        mixed = any(int(both) >> below for both in holds.both[row][some])
-        if len(of) > 1 or mixed:
+        least, most = holds.patches[row][some] >> below, (holds.patches[row][some] | holds.both[row][some]) >> below
+        of = {int(number) in wanted for number in (*least, *np.minimum(most, shape[0] - 1))}
+        if len(of) > 1:
             raise Mixed("examples are mixed")
         if of == {True}:
             pairs = zip(holds.patches[row].tolist(), holds.both[row].tolist(), some.tolist(), strict=True)
@@ -262,12 +274,6 @@ def _seen(call: Call, window: _Window) -> torch.Tensor:
 def _without_patch(window: _Window) -> list[int]:
     """The tokens of a window that hold no patch."""
     return [token for token, patches in enumerate(window.holds) if patches is None]
-
-
-def _kept_tokens(window: _Window, kept: torch.Tensor) -> list[int]:
-    """The tokens of a window that hold a patch, or are no padding."""
-    dropped = {token for place, token in enumerate(_without_patch(window)) if not kept[place]}
-    return [token for token in range(len(window.holds)) if token not in dropped]
 
 
 def _kept_without_patch(calls: Sequence[Call], windows: Sequence[list[_Window]]) -> torch.Tensor:

@@ -46,7 +46,9 @@ class Structure:
         Frames of a video come in reading order, and patches that stand in an order of chance.
         """
         assert self.source is not None
-        in_order = recording.drew or len(self.source.plane) > 3 or math.prod(self.source.plane[:1]) > self.batch
+        images, *axes = self.source.plane
+        wide = [size for size in axes if size > 1]
+        in_order = recording.drew or len(wide) > 2 or (images > self.batch and bool(wide))
         return placing.place(recording, self.held, self.source, self.batch, in_order=in_order)
 
     @property
