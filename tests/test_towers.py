@@ -168,6 +168,51 @@ def test_the_last_logits_alone_are_read_at_the_last_token():
         capture(model, right, target=5)
 
 
+@pytest.mark.parametrize("lengths", [(7, 4), (3, 7), (5, 6)])
+def test_what_is_read_is_not_recalled_from_inputs_of_the_same_shape(lengths):
+    """The last token of a padded example depends on its padding, not on the shape of the batch."""
+    torch.manual_seed(0)
+    model = hf.GPT2ForSequenceClassification(hf.GPT2Config(**GPT2, pad_token_id=0)).eval()
+    for own in (lengths, lengths[::-1], lengths):
+        mask = (torch.arange(7) < torch.tensor(own)[:, None]).long()
+        inputs = {"input_ids": IDS * mask, "attention_mask": mask}
+        assert [trace.readout for trace in capture(model, inputs)] == [length - 1 for length in own]
+        assert [trace.reads for trace in capture(model, inputs, target=1)] == [(length - 1,) for length in own]
+
+
+def test_a_model_is_captured_under_inference_mode():
+    torch.manual_seed(0)
+    model = hf.BertForSequenceClassification(hf.BertConfig(**TEXT)).eval()
+    with torch.inference_mode():
+        assert capture(model, {"input_ids": IDS})[0].reads == (0,)
+        assert capture(model, {"input_ids": IDS.clone()}, target=0)[0].layers[0].gradient.of([0]).abs().max() > 0
+
+
+def test_generation_that_cannot_go_on_says_so():
+    torch.manual_seed(0)
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, n_positions=12)).eval()
+    with pytest.raises(ValueError, match="cannot write so far: it ran past its table of positions"):
+        capture(model, {"input_ids": IDS[:1]}, generate={"max_new_tokens": 20, "do_sample": False, "eos_token_id": 98})
+    assert len(capture(model, {"input_ids": IDS}, generate=2)) == 2
+
+
+def test_a_mixer_between_eager_layers_is_named():
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            config = hf.BertConfig(**TEXT, attn_implementation="eager")
+            self.one, self.two = hf.BertModel(config), hf.BertModel(config)
+            self.convolution = torch.nn.Conv1d(32, 32, 3, padding=1)
+
+        def forward(self, input_ids):
+            hidden = self.convolution(self.one(input_ids).last_hidden_state.mT).mT
+            return self.two(inputs_embeds=hidden).last_hidden_state
+
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="^convolution moves information between positions"):
+        capture(Mixed().eval(), {"input_ids": IDS})
+
+
 def test_pooled_outputs_say_which_positions_they_are_read_from():
     torch.manual_seed(0)
     pooled = hf.BertForSequenceClassification(hf.BertConfig(**TEXT, num_labels=3)).eval()

@@ -6,7 +6,7 @@ import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -58,8 +58,9 @@ def capture(
     square graph, and its query "generated" the rows that wrote each token. One example at a time, without padding.
 
     prove: at the first capture of a model object on inputs of some shapes, ask the model where its tokens stand and
-    whether anything but the recorded attention moves information between positions, by two further passes (more for
-    very short inputs, and for patches that stand in no plain order); `trace.model["proofs"]` says what was found.
+    whether anything but the recorded attention moves information between positions, by two further passes (up to eleven
+    of 32 positions or fewer, and more for patches that stand in no plain order), in which hooks of your own run too;
+    `trace.model["proofs"]` says what was found.
     mixers: "refuse" such models with an error that names the module, or "allow" them with a warning.
     tower: of a model with several towers explain the attention inside one module, named by its path or the last names
     of it ("language_model"). All of the model runs, and image tokens stand at the patches that they were made of.
@@ -76,6 +77,8 @@ def capture(
     for attention that makes up no graph: several towers, branches, differential attention, attention that is not
     between positions of the input (channels, padded windows, patches mixed by convolutions).
     """
+    if mixers not in get_args(Mixers):
+        raise ValueError(f"mixers={mixers!r} is unknown; give 'refuse' or 'allow'")
     model, bound = module_of(model)
     args, kwargs = arguments(model, inputs, tokenizer)
     kwargs = {**bound, **kwargs}
@@ -129,7 +132,7 @@ def _slice(layers: int | range | slice | None) -> slice:
     """Which calls to keep, as a slice without a step; ValueError for anything else."""
     if layers is None:
         return slice(None)
-    if isinstance(layers, int):
+    if isinstance(layers, int) and not isinstance(layers, bool):
         return slice(layers, layers + 1 or None)
     if isinstance(layers, range | slice) and layers.step in (None, 1):  # pyright: ignore[reportUnnecessaryIsInstance]
         return slice(layers.start, layers.stop)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from attnflow.capturing.calls import Kept, LeftOut, Rows, WeightedSum
 from attnflow.capturing.dataflow import Dataflow, Group
-from attnflow.capturing.proof import Proof
+from attnflow.capturing.proof import Proof, rows_with_gradient
 from attnflow.capturing.recorder import Recording
 from attnflow.layers import HIDDEN, AttentionCall, AttentionWeights, Layer, Part, PlacedLayer, WeightsGradient
 
@@ -78,18 +78,17 @@ class Stack:
 
     def reads(self, index: int) -> tuple[int, ...] | None:
         """The positions of one example's graph that the output is read from; None if that is not known, or all."""
-        found = self.proof.reads
+        last = self.recording.chosen[-1]
+        call, found = self.recording.calls[last], self.proof.reads
         stream = self.flow.steps[-1][0].of
+        if not isinstance(call, LeftOut) and call.gradient is not None:  # the target says what it is read from itself
+            found = rows_with_gradient(call, self.proof.orders[last], len(next(iter(self.kept.values()))))
         if found is None or stream not in self.kept:
             return None
         kept = self.kept[stream][index]
         past = self.proof.layouts[stream].past
         place = kept.cumsum(0)[past:] - 1
         start = sum(int(kept[index].sum()) for number, kept in self.kept.items() if number != stream)
-        if found == "last":
-            return (start + int(kept.sum()) - 1,)
-        if found == "all":
-            return None
         positions = tuple(start + int(place[position]) for position in found[index] if kept[past + position])
         return positions or None  # none where the head has weights of 0
 

@@ -80,6 +80,11 @@ def _generated(
             if kinds and prompt is not None and sequences.shape[1] == prompt.shape[1] + 1:  # nothing written was read
                 kinds.clear()
                 model.generate(**given, **{**chosen, "max_new_tokens": 2, "min_new_tokens": 2})
+    except IndexError as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot write so far: it ran past its table of positions or tokens "
+            f"({huggingface.first_line(error)}); ask for fewer tokens, or shorten the prompt"
+        ) from error
     finally:
         hook.remove()
     return sequences, kinds
@@ -134,7 +139,7 @@ def _settings(settings: int | Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_padding(model: torch.nn.Module, ids: torch.Tensor, mask: Any, *, joint: bool) -> None:
     pad = getattr(getattr(model, "generation_config", None), "pad_token_id", None)
-    if mask is None and len(ids) > 1 and bool((ids == pad).any()):
+    if mask is None and pad is not None and len(ids) > 1 and bool((ids == pad).any()):
         raise ValueError("the prompts hold padding and no attention_mask: give the mask that the tokenizer returns")
     if not joint and isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()):
         raise ValueError("prompts must be padded on the left to be written on: set tokenizer.padding_side = 'left'")

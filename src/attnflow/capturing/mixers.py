@@ -74,7 +74,7 @@ def _by_position(x: torch.Tensor, layout: Layout) -> torch.Tensor | None:
     axes = [axis for axis in range(x.ndim) if x.shape[axis] == layout.size]
     batched = x.ndim > 2 and x.shape[0] == layout.batch
     axes = [axis for axis in axes if axis or not batched]
-    if not axes or x.ndim < 2:
+    if len(axes) != 1 or x.ndim < 2:  # with two such axes it is weights of attention
         return None
     return x.movedim(axes[0], 1).flatten(2) if batched else x.movedim(axes[0], 0).flatten(1)[None]
 

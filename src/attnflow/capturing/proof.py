@@ -13,7 +13,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -256,7 +256,7 @@ def untouched(model: torch.nn.Module) -> Generator[None]:
     """Put back what the modules of a model hold themselves (the weights of the last pass, a cache) on leaving."""
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     before = [(held, dict(held)) for module in modules for held in (module.__dict__, module._buffers)]  # pyright: ignore[reportPrivateUsage]
-    buffers = [(buffer, _version(buffer), buffer.clone()) for buffer in model.buffers()]
+    buffers = [(buffer, version_of(buffer), buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
@@ -265,11 +265,11 @@ def untouched(model: torch.nn.Module) -> Generator[None]:
                 del held[name]
             held.update({name: value for name, value in values.items() if held.get(name) is not value})
         for buffer, version, content in buffers:
-            if _version(buffer) != version:
+            if version_of(buffer) != version:
                 buffer.copy_(content)
 
 
-def _version(x: torch.Tensor) -> int:
+def version_of(x: torch.Tensor) -> int:
     """How often a tensor was written into; in inference mode nobody counts."""
     return 0 if x.is_inference() else x._version  # pyright: ignore[reportPrivateUsage]
 
@@ -287,14 +287,14 @@ def changed(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> to
 class Proof:
     """How the tokens of a pass lie in its calls, and what was found out about it.
 
-    layouts: of each joint stream. orders: of each call. reads: what the output is read from: the last position, all of
-    them, some of each example, or None where each position has an output of its own. mixers: the module that moves
-    information between positions beside the calls, if there is one. asked: whether the model was asked at all.
+    layouts: of each joint stream. orders: of each explained call. reads: for each example the positions of the last
+    layer that a pooled output is read from, or None where that is not known. mixers: the module that moves information
+    between positions beside the calls, if there is one. asked: whether the model was asked at all.
     """
 
     layouts: Mapping[int, Layout]
     orders: Mapping[int, Order]
-    reads: Literal["last", "all"] | tuple[tuple[int, ...], ...] | None = None
+    reads: tuple[tuple[int, ...], ...] | None = None
     mixers: str | None = None
     asked: bool = True
 
@@ -592,17 +592,20 @@ def _positions_read(
     pooled = [x for x in tensors_in(output) if x.requires_grad and x.ndim in (1, 2) and len(x) == batch]
     if last is None or not pooled:
         return None
-    target = pooled[0].float()
-    weights = torch.randn(target.shape, generator=torch.Generator().manual_seed(0)).to(target)
-    with torch.enable_grad():
-        (gradient,) = torch.autograd.grad((target * weights).sum(), last, allow_unused=True)
+    weights = torch.randn(pooled[0].shape, generator=torch.Generator().manual_seed(0)).to(pooled[0])
+    with torch.inference_mode(False), torch.enable_grad():
+        (gradient,) = torch.autograd.grad(pooled[0], last, weights, allow_unused=True)
     if gradient is None:  # pyright: ignore[reportUnnecessaryComparison]
         return None
     call = again.recording.calls[again.first.chosen[-1]]
     assert not isinstance(call, LeftOut)
-    found = call.with_gradient(gradient).gradient
-    assert found is not None
-    reads = (found != 0).any(-1)
+    return rows_with_gradient(call.with_gradient(gradient), order, batch)
+
+
+def rows_with_gradient(call: Kept, order: Order, batch: int) -> tuple[tuple[int, ...], ...]:
+    """For each example the queries of a call whose gradient is not 0."""
+    assert call.gradient is not None
+    reads = (call.gradient != 0).any(-1)
     rows = [order.rows(reads.shape[:2], batch, example) for example in range(batch)]
     return tuple(
         tuple(torch.stack([reads[first, second] for first, second in own]).any(0).nonzero().flatten().tolist())

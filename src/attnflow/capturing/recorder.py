@@ -86,10 +86,10 @@ class Recording:
     marks: what each bit of a label stands for: a source, or the number of a call. outputs, digests: of every call, and
     tail: what modules returned after the last one, if the pass is to be compared with others. read: the label of what
     the model returned, or of the target's scores; returned: the labels of what it returned, tensor by tensor; live:
-    that of all that went into it. constant: modules whose attention has values of no input; lost: modules whose output
-    has no label. differences: the labels of tensors that were subtracted. random_state, drew: of torch, before the
-    pass, and whether the pass drew any random number. dtype: of the first call. assumed: whether the calls are what the
-    caller pointed at. tower: the module whose calls alone are explained.
+    that of all that went into it. constant: modules whose attention has values of no input. differences: the labels of
+    tensors that were subtracted. random_state, drew: of torch, before the pass, and whether the pass drew any random
+    number. dtype: of the first call. assumed: whether the calls are what the caller pointed at. tower: the module whose
+    calls alone are explained.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
@@ -102,7 +102,6 @@ class Recording:
     returned: list[int] = field(default_factory=list[int])
     live: int = 0
     constant: list[str] = field(default_factory=list[str])
-    lost: list[str] = field(default_factory=list[str])
     differences: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     random_state: torch.Tensor | None = None
     drew: bool = False
@@ -287,7 +286,6 @@ class Recorder(TorchFunctionMode):
             self._keep(given_weights(name, weights), weights, (before, before, before, 0))
         unlabelled = [x for x in tensors_in(output) if x.is_floating_point() and not self._labels.of(x)]
         if unlabelled and (label := self._labels.of_all(args) | self._labels.of_all(kwargs)):
-            self.recording.lost.append(name)
             self._labels.set(unlabelled, label)
         if self._compared and self.recording.calls:
             found = [x for x in tensors_in(output) if x.is_floating_point() and x.ndim == 3]
@@ -337,7 +335,7 @@ class Recorder(TorchFunctionMode):
             rest = {name: value for name, value in kwargs.items() if name not in names}
             mask = self._labels.of_all(args[3:4] if fused else ()) | self._labels.of_all(rest)
             return Attending(*labels, lambda: make(module, *args, **kwargs), mask, in_tuple=not fused)  # pyright: ignore
-        weighing = self._by_hand.weighing(func, args)
+        weighing = self._by_hand.weighing(func, args, kwargs)
         return weighing and Attending(weighing.queries, weighing.keys, weighing.values, weighing.make)
 
     def _attend(self, attending: Attending, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -72,7 +72,7 @@ class WeightsByHand:
         self._labels = labels
         self._followed: Any = WeakTensorKeyDictionary()
 
-    def weighing(self, func: Any, args: tuple[Any, ...]) -> Weighing | None:
+    def weighing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Weighing | None:
         """The weights and values that a call is about to multiply, if it does.
 
         The axis that the multiplication sums over must be the one that the softmax ran over. Values of parameters alone
@@ -82,6 +82,7 @@ class WeightsByHand:
             return self._einsum(_operands(args))
         if func not in _MULTIPLY:
             return None
+        args = (*args, *kwargs.values())
         for weights, values, transposed in ((args[0], args[1], False), (args[1], args[0], True)):
             scores = self._followed.get(weights)
             if scores is None or scores.module is None or scores.axes != ((-1, -2) if transposed else (-2, -1)):
@@ -99,7 +100,7 @@ class WeightsByHand:
         if func in _SOFTMAX:
             self._softmax(module, args, kwargs, output)
         elif func in _MULTIPLY:
-            rows, columns = (self._labels.of(x) for x in args[:2])
+            rows, columns = (self._labels.of(x) for x in (*args, *kwargs.values())[:2])
             if (rows or columns) and output.ndim > 1:
                 self._followed[output] = _Scores(rows, columns)
         elif func is torch.einsum:
@@ -149,15 +150,16 @@ class WeightsByHand:
                 self._followed[x] = scores
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        args = (*args, *kwargs.values())
         scores = self._followed.get(args[0])
         if scores is None:
             return
         order = list(range(output.ndim))
         if func in _SWAPPED:
-            one, other = (*args[1:], *kwargs.values())[:2]
+            one, other = args[1:3]
             order[one], order[other] = order[other], order[one]
         else:
-            dims = args[1:] or tuple(kwargs.values())
+            dims = args[1:]
             order = [dim % output.ndim for dim in (dims[0] if isinstance(dims[0], tuple | list) else dims)]
         axes = tuple(order.index(axis % output.ndim) - output.ndim for axis in scores.axes)
         self._followed[output] = replace(scores, axes=axes)

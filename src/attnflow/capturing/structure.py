@@ -16,13 +16,14 @@ from attnflow.capturing import placing
 from attnflow.capturing.dataflow import Dataflow, Misfit, common_path, dataflow, joined_streams, towers
 from attnflow.capturing.labels import tensors_in
 from attnflow.capturing.mixers import first_mixer
-from attnflow.capturing.proof import KINDS, Proof, assume, prove, sizes_of
+from attnflow.capturing.proof import KINDS, Proof, assume, prove, sizes_of, version_of
 from attnflow.capturing.recorder import Recording, Source, record
 from attnflow.layers import PlacedLayer
 
 Mixers: TypeAlias = Literal["refuse", "allow"]
 
 
+_MOST_KNOWN = 256  # structures of one model, the oldest of which are forgotten first
 _NOT_POSITIONS = (
     "what they attend between are no positions of the input, but channels perhaps: when some tokens are changed, "
     "others change in the same call"
@@ -99,8 +100,15 @@ def recall(model: torch.nn.Module, args: Any, kwargs: Any, recording: Recording,
         if proof.mixers is not None:
             _say_mixed(model, proof.mixers, mixers)
         layouts = {stream: replace(layout, source=now(layout.source)) for stream, layout in proof.layouts.items()}
-        proof = replace(proof, layouts=layouts)
+        proof = replace(proof, layouts=layouts, reads=_for_any_input(proof))
     return replace(structure, flow=flow, proof=proof, source=now(structure.source))
+
+
+def _for_any_input(proof: Proof) -> tuple[tuple[int, ...], ...] | None:
+    """What an output is read from, if it is the first position of every example, or all: else the input may decide."""
+    reads = proof.reads
+    whole = {tuple(range(layout.size)) for layout in proof.layouts.values()}
+    return reads if reads is not None and set(reads) <= {(0,), *whole} and len(set(reads)) == 1 else None
 
 
 def find(
@@ -133,6 +141,8 @@ def find(
         )
         values = _values((args, kwargs)) if patches else None
         of_model = _known.setdefault(model, {})
+        while len(of_model) >= _MOST_KNOWN:
+            of_model.pop(next(iter(of_model)))
         of_model[_shapes(model, (args, kwargs), recording.tower)] = _Known(_calls(recording), values, structure)
     return structure
 
@@ -328,7 +338,7 @@ def _remedy(model: torch.nn.Module) -> str:
 def _shapes(model: torch.nn.Module, values: Any, tower: str | None) -> Any:
     """What must be alike for a structure to be recalled: the model's modules, and the inputs but for their numbers."""
     modules = tuple((id(module), module.training) for module in model.modules())
-    weights = tuple(x._version for x in model.parameters() if not x.is_inference())  # pyright: ignore[reportPrivateUsage]
+    weights = tuple((x.data_ptr(), version_of(x)) for x in (*model.parameters(), *model.buffers()))
     return hash((modules, weights)), tower, _described(values)
 
 
