@@ -205,7 +205,7 @@ class Recorder(TorchFunctionMode):
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._model = model
         self._labels = Labels()
-        self._by_hand = WeightsByHand(self._labels)
+        self.by_hand = WeightsByHand(self._labels)
         self._running, self._visits, self._visited = [""], [0], 0
         self._seen: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         self._thread = threading.get_ident()
@@ -312,7 +312,8 @@ class Recorder(TorchFunctionMode):
             output = self._begin(func, args, kwargs, output)
             if func in DIFFERENCE:
                 self._note_difference(*args[:2])
-            self._by_hand.follow(self._running[-1], func, args, kwargs, output)
+        if not self._over:
+            self.by_hand.follow(self._running[-1], func, args, kwargs, output)
         return output
 
     def _note_difference(self, one: Any, other: Any = None) -> None:
@@ -335,7 +336,7 @@ class Recorder(TorchFunctionMode):
             rest = {name: value for name, value in kwargs.items() if name not in names}
             mask = self._labels.of_all(args[3:4] if fused else ()) | self._labels.of_all(rest)
             return Attending(*labels, lambda: make(module, *args, **kwargs), mask, in_tuple=not fused)  # pyright: ignore
-        weighing = self._by_hand.weighing(func, args, kwargs)
+        weighing = self.by_hand.weighing(func, args, kwargs)
         return weighing and Attending(weighing.queries, weighing.keys, weighing.values, weighing.make)
 
     def _attend(self, attending: Attending, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -602,6 +603,7 @@ def record(
         if not recorder.recording.chosen:
             raise ValueError(_nothing_seen(model, recorder.recording))
         recorder.recording.settle()
+        recorder.recording.constant += recorder.by_hand.constant
         recorder.recording.tail = [(name, digest(x)) for name, x in recorder.recording.tail]
         recorder.recording.drew = not state.equal(torch.get_rng_state())
         recorder.choose_layers()

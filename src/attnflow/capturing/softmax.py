@@ -70,6 +70,7 @@ class WeightsByHand:
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
+        self.constant: list[str] = []  # modules that multiplied values by weights, both of parameters alone
         self._followed: Any = WeakTensorKeyDictionary()
 
     def weighing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Weighing | None:
@@ -91,6 +92,8 @@ class WeightsByHand:
                 weights, values = weights.mT, values.mT
             label = self._labels.of(args[0 if transposed else 1])
             if values.ndim < 2 or not label:
+                if not scores.queries | scores.keys:
+                    self.constant.append(scores.module)
                 return None
             return _made(scores, weights, values, label, _transposed if transposed else _as_it_is)
         return None

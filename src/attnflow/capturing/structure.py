@@ -6,7 +6,7 @@ import hashlib
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -39,7 +39,7 @@ class Structure:
     held: tuple[placing.Held, ...] = ()
     source: Source | None = None
     batch: int = 1
-    unused: int = 0
+    notes: tuple[tuple[str, str], ...] = ()
 
     def placed(self, recording: Recording) -> list[placing.Placed]:
         """The examples of a pass whose calls are placed patch by patch; `placing.Unplaceable` where they cannot be.
@@ -63,7 +63,7 @@ class Structure:
         else:
             isolation = places = "assumed (prove=False)"
         found = {"dataflow": "by labels", "isolation": isolation, "reproduction": "weights x values", "places": places}
-        return found | ({"unused": f"{self.unused} calls that no output was made of"} if self.unused else {})
+        return found | dict(self.notes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +132,7 @@ def find(
         structure = _structure(model, args, kwargs, recording, flow, hidden, asks=asks, mixers=mixers)
     except (Misfit, placing.Unplaceable) as error:
         raise ValueError(_no_graph(model, recording, str(error))) from None
-    if recording.tower is None:
-        structure = replace(structure, unused=len(recording.calls) - len(recording.chosen))
+    structure = replace(structure, notes=tuple(_notes(recording)))
     if asks and not recording.drew:
         patches = structure.held or any(
             layout.source is not None and layout.source.kind in ("convolution", "linear", "module")
@@ -145,6 +144,19 @@ def find(
             of_model.pop(next(iter(of_model)))
         of_model[_shapes(model, (args, kwargs), recording.tower)] = _Known(_calls(recording), values, structure)
     return structure
+
+
+def _notes(recording: Recording) -> Iterator[tuple[str, str]]:
+    """What else a reader of the trace should know: calls that are not in it, and masks that tokens decide."""
+    chosen = recording.chosen
+    names = [call.module for number, call in enumerate(recording.calls) if number not in chosen]
+    if names and recording.tower is None:
+        yield "unused", f"no output was made of {', '.join(dict.fromkeys(names))}"
+    if recording.constant:
+        yield "constant", f"between learned tokens alone: {', '.join(dict.fromkeys(recording.constant))}"
+    masked = [recording.calls[number].module for number in chosen if recording.sources(recording.fed[number].mask)]
+    if masked:
+        yield "masks", f"made of tokens: {', '.join(dict.fromkeys(masked))}"
 
 
 def _structure(
