@@ -33,12 +33,12 @@ from typing import Any
 
 # (kernel, tokens, rounds)
 TIMED = [
-    ("sdpa", 128, 11),
-    ("sdpa", 512, 5),
+    ("sdpa", 128, 7),
+    ("sdpa", 512, 3),
     ("sdpa", 2048, 2),
-    ("eager", 128, 11),
-    ("eager", 512, 5),
-    ("eager", 1024, 2),
+    ("eager", 128, 7),
+    ("eager", 512, 3),
+    ("eager", 1024, 1),
 ]
 # (kernel, tokens, ways)
 WEIGHED = [

@@ -233,7 +233,7 @@ def _made(
         return x.expand(*outer, *x.shape[-2:]).reshape(*two, *x.shape[-2:])
 
     def make() -> WeightedSum:
-        if bool((weights < 0).any()):
+        if weights.numel() and bool(weights.detach().amin() < 0):
             raise ValueError(
                 f"{module or 'the model'} multiplies values by weights of which some are negative (differential "
                 "attention, or something added to a softmax): the attention graph has no edges for these"
