@@ -9,7 +9,7 @@ import transformers as hf
 
 import attnflow
 from attnflow import capture
-from families import IDS, SMALL, TEXT, VISION, images
+from families import FAMILIES, IDS, SMALL, TEXT, VISION, images
 from test_capture import as_list, clip, eager_twin, llava, siglip
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2}
@@ -226,3 +226,32 @@ def test_pooled_outputs_say_which_positions_they_are_read_from():
     assert (trace.reads, trace.readout) == (tuple(range(17)), None)
     average = hf.ViTModel(hf.ViTConfig(**VISION), add_pooling_layer=False).eval()
     assert capture(average, images())[0].reads is None
+
+
+def test_without_a_proof_windows_are_refused_and_stacks_assumed():
+    swin, inputs, _ = FAMILIES["swin"]()
+    with pytest.raises(ValueError, match="can only be asked of the model: leave prove=False and weights= out"):
+        capture(swin, inputs, prove=False)
+    model, inputs, _ = FAMILIES["bert"]()
+    assumed, proved = capture(model, inputs, prove=False)[0], capture(model, inputs)[0]
+    assert assumed.model["proofs"]["isolation"] == "assumed (prove=False)"
+    torch.testing.assert_close(assumed.layers[-1].attention(), proved.layers[-1].attention())
+
+
+def test_padding_is_hidden_example_by_example_where_heads_come_first():
+    """A mask that hides other keys in each example, of a call whose outer axes are (head, example)."""
+
+    class HeadsFirst(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = torch.nn.Linear(32, 96)
+
+        def forward(self, x, visible):
+            q, k, v = (part.unflatten(-1, (4, 8)).permute(2, 0, 1, 3) for part in self.qkv(x).chunk(3, -1))
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible[None, :, None])
+            return x + mixed.permute(1, 2, 0, 3).flatten(2)
+
+    visible = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
+    torch.manual_seed(0)
+    traces = capture(HeadsFirst().eval(), {"x": torch.randn(3, 6, 32), "visible": visible})
+    assert [trace.layers[0].shape for trace in traces] == [(4, 6, 6), (4, 4, 4), (4, 2, 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from attnflow.capturing.calls import Kept, LeftOut, Rows, WeightedSum
+from attnflow.capturing.calls import Kept, LeftOut, Rows
 from attnflow.capturing.dataflow import Dataflow, Group
 from attnflow.capturing.proof import Proof, rows_with_gradient
 from attnflow.capturing.recorder import Recording
@@ -80,15 +81,17 @@ class Stack:
         """The positions of one example's graph that the output is read from; None if that is not known, or all."""
         last = self.recording.chosen[-1]
         call, found = self.recording.calls[last], self.proof.reads
-        stream = self.flow.steps[-1][0].of
+        group, probes = self.flow.group_of(last)
+        stream = group.of
         if not isinstance(call, LeftOut) and call.gradient is not None:  # the target says what it is read from itself
             found = rows_with_gradient(call, self.proof.orders[last], len(next(iter(self.kept.values()))))
-        if found is None or stream not in self.kept:
+        if found is None or probes or stream not in self.kept:
             return None
         kept = self.kept[stream][index]
         past = self.proof.layouts[stream].past
         place = kept.cumsum(0)[past:] - 1
-        start = sum(int(kept[index].sum()) for number, kept in self.kept.items() if number != stream)
+        before = itertools.takewhile(lambda number: number != stream, self.kept)
+        start = sum(int(self.kept[number][index].sum()) for number in before)
         positions = tuple(start + int(place[position]) for position in found[index] if kept[past + position])
         return positions or None  # none where the head has weights of 0
 
@@ -171,14 +174,12 @@ def kept_positions(
 
 def seen_keys(call: Kept, rows: Rows) -> torch.Tensor:
     """(key,), True where some query of some rows may attend to a key."""
-    if isinstance(call, WeightedSum):
-        return (call.take(rows).weights != 0).any(0).any(0).cpu()
-    keys = call.extent[3]
-    if call.mask is None:
+    layer, keys = call.take(rows), call.extent[3]
+    if isinstance(layer, AttentionWeights):
+        return (layer.weights != 0).any(0).any(0).cpu()
+    if layer.mask is None:
         return torch.ones(keys, dtype=torch.bool)
-    mask = call.mask.expand(*call.extent[:2], -1, -1)
-    firsts = sorted({first for first, _ in rows})
-    return _allowed(mask[firsts]).flatten(0, -2).any(0).expand(keys).cpu()
+    return _allowed(layer.mask).any(0).any(0).expand(keys).cpu()
 
 
 def call_layer(
@@ -199,7 +200,7 @@ def call_layer(
         return replace(layer, weights=weights[..., keys], gradient=gradient)
     mask = layer.mask
     shared = layer.causal if mask is None else (mask.data_ptr(), mask.shape, mask.stride())
-    shared = (shared, len(queries), id(keys))
+    shared = (shared, queries.numpy().tobytes(), keys.numpy().tobytes())
     if shared not in seen.masks:
         seen.masks[shared] = _reduced_mask(layer, queries, keys)
     mask, causal = seen.masks[shared]

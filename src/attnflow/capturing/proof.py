@@ -144,7 +144,7 @@ class Replay(Recorder):
     """
 
     def __init__(self, model: torch.nn.Module, first: Recording, change: Change, *, reads: bool = False) -> None:
-        super().__init__(model, compared=True)
+        super().__init__(model, compared=True, tower=first.tower)
         self.first, self.change, self._masks = first, change, change.masks
         self._reads = reads and not any(parameter.is_inference() for parameter in model.parameters())
         self.last: torch.Tensor | None = None
@@ -312,17 +312,19 @@ def prove(
     recording: Recording,
     flow: Dataflow,
     hidden: Mapping[int, torch.Tensor],
-    kinds: Sequence[Kind] = KINDS,
+    *,
+    modules: bool = False,
 ) -> Proof | None:
     """Ask the model where its tokens stand, whether anything else moves information, and what its output is read from.
 
-    hidden: for streams with padding, (example, position), True where a token may be dropped. kinds: of the sources
-    that are asked about. Returns None where its tokens stand in no way that is known here, or something mixes them.
+    hidden: for streams with padding, (example, position), True where a token may be dropped. modules: whether it is
+    asked about tokens that some module made of a signal, or about all others. Returns None where its tokens stand in no
+    way that is known here, or something mixes them.
     """
     tried = list[set[Source]]()
     for candidate, _ in _fitting(recording, flow, None, {}):
         sources = {layout.source for layout in candidate.values() if layout.source is not None}
-        other = any(source.kind not in kinds for source in sources)
+        other = modules != any(source.kind == "module" for source in sources)
         if other or sources in tried or len(tried) == _MOST_TRIED:
             continue
         tried.append(sources)

@@ -55,9 +55,8 @@ class Source:
     """A tensor of one vector per token, from which attention is fed: tokens begin here.
 
     kind: an input of the model itself, or what an embedding, a convolution, a linear layer or, behind a convolution,
-    any module returned. number: among
-    those of its kind, in the order of the pass. plane: the axes of the tokens, such as (batch, token) or (batch, row,
-    column); label: what it was made of. ids (plane): what an embedding looked up, in a table of so many rows.
+    any module returned. number: among those of its kind, in the order of the pass. plane: the axes of the tokens, such
+    as (batch, token) or (batch, row, column). label: what it was made of. ids (plane): what an embedding looked up.
     """
 
     kind: Kind
@@ -236,11 +235,7 @@ class Recorder(TorchFunctionMode):
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give every input tensor a label of its own; the inputs that the model is to get."""
-        marked = list[torch.Tensor]()
-        for x in tensors_in((args, kwargs)):
-            if any(x is other for other in marked):
-                continue
-            marked.append(x)
+        for x in dict.fromkeys(tensors_in((args, kwargs))):
             tokens = x.is_floating_point() and x.ndim in (2, 3)
             source = Source("input", self._seen["input"], tuple(x.shape[:-1]), "", 0) if tokens else None
             self._seen["input"] += 1
@@ -623,11 +618,11 @@ def eagerly() -> AbstractContextManager[Any]:
 
 def _nothing_seen(model: torch.nn.Module, recording: Recording) -> str:
     kind = type(model).__name__
-    if recording.calls:
-        names = sorted({call.module for call in recording.calls})
-        raise ValueError(
-            f"no attention was seen in tower={recording.tower!r} of {kind}; it was in {', '.join(names[:4])}"
-        )
+    names = ", ".join(sorted({call.module or "the model" for call in recording.calls})[:4])
+    if names and recording.tower is not None:
+        return f"no attention was seen in tower={recording.tower!r} of {kind}; it was in {names}"
+    if names:
+        return f"what {kind} returns is made of none of its attention, which was seen in {names}; return what it gives"
     if recording.assumed:
         return f"weights= found no attention in any of the modules of {kind} that ran"
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]

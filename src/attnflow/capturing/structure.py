@@ -16,7 +16,7 @@ from attnflow.capturing import placing
 from attnflow.capturing.dataflow import Dataflow, Misfit, common_path, dataflow, joined_streams, towers
 from attnflow.capturing.labels import tensors_in
 from attnflow.capturing.mixers import first_mixer
-from attnflow.capturing.proof import KINDS, Proof, assume, prove, sizes_of, version_of
+from attnflow.capturing.proof import Proof, assume, prove, sizes_of, version_of
 from attnflow.capturing.recorder import Recording, Source, record
 from attnflow.layers import PlacedLayer
 
@@ -81,7 +81,7 @@ _known: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, _Known]] = weakref.
 def known(model: torch.nn.Module, args: Any, kwargs: Any, tower: str | None) -> bool:
     """Whether a model was asked before about inputs of these shapes."""
     found = _known.get(model, {}).get(_shapes(model, (args, kwargs), tower))
-    return found is not None and found.values in (None, _values((args, kwargs)))
+    return found is not None and (found.values is None or found.values == _values((args, kwargs)))
 
 
 def recall(model: torch.nn.Module, args: Any, kwargs: Any, recording: Recording, mixers: Mixers) -> Structure | None:
@@ -172,16 +172,22 @@ def _structure(
 ) -> Structure:
     padding = {stream: mask == 0 for stream, mask in masks_of(flow, hidden).items() if isinstance(mask, torch.Tensor)}
     likely = assume(recording, flow)
-    if not asks and likely is not None:
-        return Structure(flow, likely)
     reason = _unfit(recording, flow) if likely is None else _NOT_POSITIONS
-    for kinds in (KINDS[:-1], KINDS):
-        if asks and (proof := prove(model, args, kwargs, recording, flow, padding, kinds)) is not None:
+    if not asks:
+        if likely is None:
+            raise Misfit(
+                f"{reason}; where they stand can only be asked of the model: leave prove=False and weights= out"
+            )
+        return Structure(flow, likely)
+    for modules in (False, True):
+        proof = prove(model, args, kwargs, recording, flow, padding, modules=modules)
+        if proof is not None:
             if proof.mixers is not None:
                 _say_mixed(model, proof.mixers, mixers)
+                proof = replace(proof, mixers=proof.mixers or type(model).__name__)
             return Structure(flow, proof)
         source = _signal(flow)
-        if source is not None and kinds != KINDS:
+        if source is not None and not modules:
             try:
                 return _placed(model, args, kwargs, recording, flow, source)
             except placing.Unplaceable as error:
