@@ -203,7 +203,7 @@ def test_hybrids_are_refused_unless_their_mixers_are_allowed(family):
     with pytest.warns(UserWarning, match=f"{name} moves information"):
         trace = capture(model, {"input_ids": EIGHT}, mixers="allow")
     assert len(trace.layers) == layers
-    assert name in trace.model["proofs"]["isolation"]
+    assert name in trace.model["proofs"]["mixers"]
     assert attnflow.rollout(trace).recipe["model"]["proofs"] == trace.model["proofs"]
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -223,7 +223,7 @@ def test_whatever_mixes_positions_is_refused_by_its_name(how, place):
     with pytest.warns(UserWarning, match=rf"^parts.{place}(\.conv)? moves information"):
         traces = capture(model, x, mixers="allow")
     assert_weights(traces, own_weights(model, x))
-    assert traces[0].model["proofs"]["isolation"].startswith(f"parts.{place}")
+    assert traces[0].model["proofs"]["mixers"].startswith(f"parts.{place}")
 
 
 class Gated(nn.Module):

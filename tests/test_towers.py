@@ -255,3 +255,28 @@ def test_padding_is_hidden_example_by_example_where_heads_come_first():
     torch.manual_seed(0)
     traces = capture(HeadsFirst().eval(), {"x": torch.randn(3, 6, 32), "visible": visible})
     assert [trace.layers[0].shape for trace in traces] == [(4, 6, 6), (4, 4, 4), (4, 2, 2)]
+
+
+def test_a_mixer_that_was_allowed_stands_in_every_caption():
+    from attnflow.show import wording
+
+    class Rolled(torch.nn.Module):
+        def forward(self, x):
+            return x + x.roll(1, 1)
+
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = hf.BertModel(hf.BertConfig(**TEXT))
+            self.rolled = Rolled()
+
+        def forward(self, input_ids):
+            return self.rolled(self.bert(input_ids).last_hidden_state)
+
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="^rolled moves information between positions"):
+        trace = capture(Mixed().eval(), {"input_ids": IDS}, mixers="allow")[0]
+    relevance = attnflow.rollout(trace, query=0)
+    assert relevance.recipe["model"]["proofs"]["mixers"] == "rolled"
+    for said in (wording.caption(relevance), wording.method_and_query(relevance)):
+        assert "rolled mixes positions unseen" in said

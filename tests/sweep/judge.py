@@ -133,7 +133,7 @@ def silent(call):
 
 def of_changes(built, calls, output, found, layers, traces, row):
     """Faults that show when single tokens and patches are changed."""
-    said = bool(traces[0].model.get("mixers"))
+    said = "mixers" in traces[0].model.get("proofs", {})
     reality, faults = claims.Reality(built, calls, output, found, layers, traces[0].decoder_start), {}
     made = changes.changes(built, calls, traces, CHANGES)
     for change in made:

@@ -58,12 +58,13 @@ class Structure:
         if self.proof is None:
             isolation = places = "asked of the model, patch by patch"
         elif self.proof.asked:
-            isolation = "proved" if self.proof.mixers is None else f"{self.proof.mixers} mixes positions unseen"
+            isolation = "proved" if self.proof.mixers is None else "does not hold"
             places = "proved" if self.proof.mixers is None else "assumed"
         else:
             isolation = places = "assumed (prove=False)"
         found = {"dataflow": "by labels", "isolation": isolation, "reproduction": "weights x values", "places": places}
-        return found | dict(self.notes)
+        mixers = None if self.proof is None else self.proof.mixers
+        return found | ({} if mixers is None else {"mixers": mixers}) | dict(self.notes)
 
 
 @dataclass(frozen=True, eq=False)

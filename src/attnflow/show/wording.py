@@ -50,7 +50,14 @@ def method_and_query(relevance: Relevance) -> str:
     """The title of a picture: the method, whose query it explains, and what its scores were divided by."""
     scaling = relevance.recipe.get("scaling")
     title = f"{relevance.recipe.get('method', 'relevance')}, {query(relevance)}"
+    if (mixers := unseen_mixers(relevance)) is not None:
+        title = f"{title} ({mixers} mixes positions unseen)"
     return f"{title}, {scaling}" if scaling else title
+
+
+def unseen_mixers(relevance: Relevance) -> str | None:
+    """The module that moves information between positions beside the attention explained, if one was allowed."""
+    return relevance.recipe.get("model", {}).get("proofs", {}).get("mixers")
 
 
 def query(relevance: Relevance) -> str:
@@ -98,6 +105,8 @@ def caption(relevance: Relevance) -> str:
     """The recipe in one line: method, query, layers, residual, and heads, as far as the recipe tells them."""
     settings = relevance.recipe.get("settings", {})
     parts = [method_and_query(relevance), layers(relevance)]
+    if (mixers := unseen_mixers(relevance)) is not None:
+        parts.append(f"{mixers} mixes positions unseen")
     if settings.get("residual") is not None:
         parts.append(f"residual {settings['residual']:g}")
     if settings.get("head") is not None:
