@@ -14,6 +14,7 @@ from attnflow.capturing import examples, generation, huggingface, structure
 from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.naming import Labelled, Names
 from attnflow.capturing.recorder import Recording, WeightsOf, record
+from attnflow.capturing.replay import Pass
 from attnflow.capturing.structure import Mixers, Structure
 from attnflow.capturing.target import Chosen, Target
 from attnflow.layers import Layer
@@ -94,13 +95,13 @@ def capture(
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
     how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights), "tower": tower}
     asks = prove and weights is None
-    compared = asks and not structure.known(model, args, kwargs, tower)
-    recording, output = record(model, args, kwargs, chosen, compared=compared, **how)
-    found = structure.recall(model, args, kwargs, recording, mixers) if asks and not compared else None
+    known = structure.known(model, args, kwargs, tower) if asks else None
+    recording, output = record(model, args, kwargs, chosen, compared=asks and known is None, **how)
+    found = None if known is None else structure.recall(known, model, recording, mixers)
     if found is None:
-        if asks and not compared:  # another structure on inputs of the same shapes
+        if known is not None:  # another structure on inputs of the same shapes
             recording, output = record(model, args, kwargs, chosen, compared=True, **how)
-        found = structure.find(model, args, kwargs, recording, kwargs, asks=asks, mixers=mixers)
+        found = structure.find(Pass(model, args, kwargs, recording), asks=asks, mixers=mixers)
     facts = _model_facts(model) | {"proofs": found.facts}
     if layers is not None:
         numbers = range(len(found.flow.steps))[how["layers"]]

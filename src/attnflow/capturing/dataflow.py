@@ -187,9 +187,9 @@ def _with_those_of_keys(recording: Recording, sources: tuple[Source, ...], keys:
 def _siblings(recording: Recording) -> list[list[int]]:
     """The calls in groups that read the same and are read together ever after: one module per head, heads in groups."""
     fed, calls = recording.fed, recording.calls
-    labels = [label for number in recording.chosen for label in fed[number][:3]] + recording.returned
+    labels = [label for number in recording.explained for label in fed[number][:3]] + recording.returned
     groups: list[list[int]] = []
-    for number in recording.chosen:
+    for number in recording.explained:
         one = fed[number]
         for group in groups:
             first = fed[group[0]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,8 @@ from attnflow.layers import HIDDEN, AttentionCall, AttentionWeights, Layer, Part
 _NEGLIGIBLE = 1e-6
 
 
-@dataclass(eq=False)
-class Seen:
-    """Masks that were reduced already: layers that share a mask share the reduced one, so that memory grows with n."""
-
-    masks: dict[Any, tuple[torch.Tensor | None, bool]] = field(
-        default_factory=dict[Any, tuple["torch.Tensor | None", bool]]
-    )
+# Masks that were reduced already: layers that share a mask share the reduced one, so that memory grows with n.
+Reduced: TypeAlias = dict[Any, tuple["torch.Tensor | None", bool]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +47,7 @@ class Stack:
         starts, size = dict[int, int](), 0
         for number, kept in keep.items():
             starts[number], size = size, size + int(kept.sum())
-        masks = Seen()
+        masks: Reduced = {}
         layers: list[Layer] = []
         for number, step in enumerate(self.flow.steps):
             pools = self.flow.pools and number == len(self.flow.steps) - 1
@@ -79,7 +74,7 @@ class Stack:
 
     def reads(self, index: int) -> tuple[int, ...] | None:
         """The positions of one example's graph that the output is read from; None if that is not known, or all."""
-        last = self.recording.chosen[-1]
+        last = self.recording.explained[-1]
         call, found = self.recording.calls[last], self.proof.reads
         group, probes = self.flow.group_of(last)
         stream = group.of
@@ -96,7 +91,7 @@ class Stack:
         return positions or None  # none where the head has weights of 0
 
     def _heads(
-        self, group: Group, index: int, keep: Mapping[int, torch.Tensor], masks: Seen, *, pools: bool
+        self, group: Group, index: int, keep: Mapping[int, torch.Tensor], masks: Reduced, *, pools: bool
     ) -> AttentionCall | AttentionWeights:
         """The calls of a group, of one example, as the heads of one layer."""
         heads: list[AttentionCall | AttentionWeights] = []
@@ -183,7 +178,7 @@ def seen_keys(call: Kept, rows: Rows) -> torch.Tensor:
 
 
 def call_layer(
-    call: Kept, rows: Rows, queries: torch.Tensor, keys: torch.Tensor, seen: Seen
+    call: Kept, rows: Rows, queries: torch.Tensor, keys: torch.Tensor, seen: Reduced
 ) -> AttentionCall | AttentionWeights:
     """Some rows of one call as the heads of a layer, among its kept queries and keys."""
     layer = call.take(rows)
@@ -201,9 +196,9 @@ def call_layer(
     mask = layer.mask
     shared = layer.causal if mask is None else (mask.data_ptr(), mask.shape, mask.stride())
     shared = (shared, queries.numpy().tobytes(), keys.numpy().tobytes())
-    if shared not in seen.masks:
-        seen.masks[shared] = _reduced_mask(layer, queries, keys)
-    mask, causal = seen.masks[shared]
+    if shared not in seen:
+        seen[shared] = _reduced_mask(layer, queries, keys)
+    mask, causal = seen[shared]
     q, k = _among(layer.q, queries), _among(layer.k, keys)
     return replace(layer, q=q, k=k, mask=mask, causal=causal, gradient=gradient)
 

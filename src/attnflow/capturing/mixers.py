@@ -11,19 +11,9 @@ import torch
 
 from attnflow.capturing.dataflow import Dataflow
 from attnflow.capturing.labels import tensors_in
-from attnflow.capturing.proof import (
-    Change,
-    Layout,
-    Proof,
-    Replay,
-    change_of,
-    changed,
-    due_in,
-    further_changes,
-    masks_over,
-    replay,
-)
-from attnflow.capturing.recorder import Recording, digest
+from attnflow.capturing.proof import Layout, Proof, change_of, due_in, further_changes, masks_over
+from attnflow.capturing.recorder import digest
+from attnflow.capturing.replay import Change, Pass, Replay, changed, replay
 
 
 class _Passing(NamedTuple):
@@ -40,12 +30,11 @@ class _Watch(Replay):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        first: Recording,
+        run: Pass,
         change: Change,
         layouts: Mapping[int, Layout],
     ) -> None:
-        super().__init__(model, first, change)
+        super().__init__(run, change)
         self._layouts = layouts
         self.passing: list[_Passing] = []
 
@@ -79,26 +68,19 @@ def _by_position(x: torch.Tensor, layout: Layout) -> torch.Tensor | None:
     return x.movedim(axes[0], 1).flatten(2) if batched else x.movedim(axes[0], 0).flatten(1)[None]
 
 
-def first_mixer(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    recording: Recording,
-    flow: Dataflow,
-    likely: Proof,
-) -> str | None:
+def first_mixer(run: Pass, flow: Dataflow, likely: Proof) -> str | None:
     """The first module out of which more positions come changed than went in; None where no module shows it.
 
     A module whose own parts had changed positions going in that it had not is itself what mixed them. likely: how the
     tokens lie, as far as sizes tell.
     """
-    layouts = likely.layouts
+    layouts, recording = likely.layouts, run.recording
     some = Change(masks_over(flow, layouts))
     some = replace(some, due={stream: due_in(layout, some.masks) for stream, layout in layouts.items()})
-    nothing = _watched(model, args, kwargs, recording, layouts, Change({}))
+    nothing = _watched(run, layouts, Change({}))
     further = [change_of(recording, flow, layouts, likely.orders, due) for due in further_changes(layouts, some)]
     for change in (some, *further):
-        again = _watched(model, args, kwargs, recording, layouts, change)
+        again = _watched(run, layouts, change)
         for before, after in zip(nothing, again, strict=False):
             if before.vectors.shape != after.vectors.shape:
                 continue
@@ -110,15 +92,8 @@ def first_mixer(
     return None
 
 
-def _watched(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    recording: Recording,
-    layouts: Mapping[int, Layout],
-    change: Change,
-) -> list[_Passing]:
+def _watched(run: Pass, layouts: Mapping[int, Layout], change: Change) -> list[_Passing]:
     """All that entered or left a module in a pass with a change."""
-    again = _Watch(model, recording, change, layouts)
-    replay(model, args, kwargs, again)
+    again = _Watch(run, change, layouts)
+    replay(run, again)
     return again.passing

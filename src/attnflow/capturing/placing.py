@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from attnflow.capturing.calls import Call, Kept, LeftOut, Rows
-from attnflow.capturing.examples import Seen, call_layer, seen_keys
-from attnflow.capturing.proof import Change, Replay, replay
+from attnflow.capturing.examples import call_layer, seen_keys
 from attnflow.capturing.recorder import Recording, Source
+from attnflow.capturing.replay import Change, Pass, Replay, replay
 from attnflow.layers import Layer, MergingLayer, Part, PlacedLayer
 from attnflow.trace import Grid
 
@@ -77,14 +77,12 @@ class _Window(NamedTuple):
     holds: tuple[Patches | None, ...]
 
 
-def ask(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording, source: Source
-) -> list[Held]:
+def ask(run: Pass, source: Source) -> list[Held]:
     """What the tokens of every call hold, from runs of the model with changed patches of a source."""
 
     def holding(changed: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-        again = Replay(model, recording, Change({(source.kind, source.number): torch.from_numpy(changed)}))
-        return [changes["v"].numpy() for changes in replay(model, args, kwargs, again)[0]]
+        again = Replay(run, Change({(source.kind, source.number): torch.from_numpy(changed)}))
+        return [changes["v"].numpy() for changes in replay(run, again)[0]]
 
     numbers = _numbers(source.plane)
     some = holding(numbers >= 0)
@@ -111,10 +109,10 @@ def place(
     """
     if source.plane[0] % batch:
         raise Unplaceable(f"the last convolution is over {source.plane[0]}, of {batch} examples")
-    calls = [recording.calls[number] for number in recording.chosen]
+    calls = [recording.calls[number] for number in recording.explained]
     per = source.plane[0] // batch  # frames of one example that were convolved one by one
     placed = [
-        _example(calls, [held[number] for number in recording.chosen], source.plane, per, index)
+        _example(calls, [held[number] for number in recording.explained], source.plane, per, index)
         for index in range(batch)
     ]
     return placed if in_order else [_as_the_calls_have_it(one) for one in placed]
@@ -136,25 +134,22 @@ def _as_the_calls_have_it(placed: Placed) -> Placed:
     return Placed(tuple(layers), tuple(placed.places[position] for position in order), placed.kept, placed.loose)
 
 
-def check_copies(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording, held: Sequence[Held]
-) -> None:
+def check_copies(run: Pass, held: Sequence[Held]) -> None:
     """Raise Unplaceable if a token without a patch that stands in several windows is another token in each.
 
     What the first call with such tokens returns for those of one window is changed: where a model joins what the copies
     of a [CLS] become, those in the other windows of later calls change too.
     """
-    copied = [number for number in recording.chosen if _is_copied(held[number])]
+    copied = [number for number in run.recording.explained if _is_copied(held[number])]
     if len(copied) < 2:
         return
     first, *later = copied
     loose = ~held[first].some
     rows = np.zeros_like(loose)
     rows[0] = loose[0]  # all heads of the first window along the first axis
-    again = Replay(model, recording, Change({}, {first: torch.from_numpy(rows)}))
-    changes, _ = replay(model, args, kwargs, again)
+    changes, _ = replay(run, Replay(run, Change({}, {first: torch.from_numpy(rows)})))
     if not any((changes[number]["v"].numpy() & ~held[number].some)[1:].any() for number in later):
-        name = recording.calls[first].module or "the model"
+        name = run.recording.calls[first].module or "the model"
         raise Unplaceable(f"the tokens without a patch in the windows of {name} are others in each window")
 
 
@@ -311,7 +306,7 @@ def _layer(
         keep = torch.zeros(call.extent[2], dtype=torch.bool)
         keep[list(at)] = True
         positions = tuple(at[token] for token in sorted(at))
-        parts.append(Part(call_layer(call, _all_heads(call, window.rows), keep, keep, Seen()), positions, positions))
+        parts.append(Part(call_layer(call, _all_heads(call, window.rows), keep, keep, {}), positions, positions))
     if len(parts) == 1 and parts[0].queries == tuple(range(size)):
         return parts[0].layer
     return PlacedLayer(tuple(parts), size)

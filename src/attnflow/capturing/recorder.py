@@ -123,7 +123,7 @@ class Recording:
         self.fed = [Fed(fed.queries & ~strip, fed.keys & ~strip, fed.values & ~strip, *fed[3:]) for fed in self.fed]
 
     @property
-    def chosen(self) -> list[int]:
+    def explained(self) -> list[int]:
         """The calls that are explained: those of one tower, or all, but for those that no output was made of."""
         return [number for number in range(len(self.calls)) if self._explained(number)]
 
@@ -595,7 +595,7 @@ def record(
             scores = None if target is None else target(output)
             if scores is not None:
                 recorder.finish(scores)
-        if not recorder.recording.chosen:
+        if not recorder.recording.explained:
             raise ValueError(_nothing_seen(model, recorder.recording))
         recorder.recording.settle()
         recorder.recording.constant += recorder.by_hand.constant

@@ -16,8 +16,9 @@ from attnflow.capturing import placing
 from attnflow.capturing.dataflow import Dataflow, Misfit, common_path, dataflow, joined_streams, towers
 from attnflow.capturing.labels import tensors_in
 from attnflow.capturing.mixers import first_mixer
-from attnflow.capturing.proof import Proof, assume, prove, sizes_of, version_of
+from attnflow.capturing.proof import Proof, assume, prove, sizes_of
 from attnflow.capturing.recorder import Recording, Source, record
+from attnflow.capturing.replay import Pass, version_of
 from attnflow.layers import PlacedLayer
 
 Mixers: TypeAlias = Literal["refuse", "allow"]
@@ -68,7 +69,7 @@ class Structure:
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class Known:
     """A structure with what it was found on: the calls with what feeds them, and the values that places hang on."""
 
     calls: Any
@@ -76,19 +77,19 @@ class _Known:
     structure: Structure
 
 
-_known: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, _Known]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, Known]] = weakref.WeakKeyDictionary()
 
 
-def known(model: torch.nn.Module, args: Any, kwargs: Any, tower: str | None) -> bool:
-    """Whether a model was asked before about inputs of these shapes."""
+def known(model: torch.nn.Module, args: Any, kwargs: Any, tower: str | None) -> Known | None:
+    """What was found out when a model was asked before about inputs of these shapes."""
     found = _known.get(model, {}).get(_shapes(model, (args, kwargs), tower))
-    return found is not None and (found.values is None or found.values == _values((args, kwargs)))
+    same = found is not None and (found.values is None or found.values == _values((args, kwargs)))
+    return found if same else None
 
 
-def recall(model: torch.nn.Module, args: Any, kwargs: Any, recording: Recording, mixers: Mixers) -> Structure | None:
+def recall(found: Known, model: torch.nn.Module, recording: Recording, mixers: Mixers) -> Structure | None:
     """What was found out before about such a pass, if the calls are fed as they were then. Raises as `find` does."""
-    found = _known.get(model, {}).get(_shapes(model, (args, kwargs), recording.tower))
-    if found is None or found.calls != _calls(recording):
+    if found.calls != _calls(recording):
         return None
     flow, structure = dataflow(recording), found.structure
     own = {(mark.kind, mark.number): mark for mark in recording.marks if isinstance(mark, Source)}
@@ -112,25 +113,17 @@ def _for_any_input(proof: Proof) -> tuple[tuple[int, ...], ...] | None:
     return reads if reads is not None and set(reads) <= {(0,), *whole} and len(set(reads)) == 1 else None
 
 
-def find(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    recording: Recording,
-    hidden: Mapping[str, Any],
-    *,
-    asks: bool,
-    mixers: Mixers,
-) -> Structure:
+def find(run: Pass, *, asks: bool, mixers: Mixers) -> Structure:
     """The structure of a pass, asked of the model or, without `asks`, assumed where sizes leave a choice.
 
-    hidden: see `masks_of`. Raises ValueError with the reason where the calls make up no graph, and where something
+    Raises ValueError with the reason where the calls make up no graph, and where something
     beside them moves information between positions, which `mixers="allow"` turns into a warning.
     """
+    model, args, kwargs, recording = run
     try:
         flow = dataflow(recording)
         _refuse_towers(model, recording, flow)
-        structure = _structure(model, args, kwargs, recording, flow, hidden, asks=asks, mixers=mixers)
+        structure = _structure(run, flow, asks=asks, mixers=mixers)
     except (Misfit, placing.Unplaceable) as error:
         raise ValueError(_no_graph(model, recording, str(error))) from None
     structure = replace(structure, notes=tuple(_notes(recording)))
@@ -143,13 +136,13 @@ def find(
         of_model = _known.setdefault(model, {})
         while len(of_model) >= _MOST_KNOWN:
             of_model.pop(next(iter(of_model)))
-        of_model[_shapes(model, (args, kwargs), recording.tower)] = _Known(_calls(recording), values, structure)
+        of_model[_shapes(model, (args, kwargs), recording.tower)] = Known(_calls(recording), values, structure)
     return structure
 
 
 def _notes(recording: Recording) -> Iterator[tuple[str, str]]:
     """What else a reader of the trace should know: calls that are not in it, and masks that tokens decide."""
-    chosen = recording.chosen
+    chosen = recording.explained
     names = [call.module for number, call in enumerate(recording.calls) if number not in chosen]
     if names and recording.tower is None:
         yield "unused", f"no output was made of {', '.join(dict.fromkeys(names))}"
@@ -160,18 +153,9 @@ def _notes(recording: Recording) -> Iterator[tuple[str, str]]:
         yield "masks", f"made of tokens: {', '.join(dict.fromkeys(masked))}"
 
 
-def _structure(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    recording: Recording,
-    flow: Dataflow,
-    hidden: Mapping[str, Any],
-    *,
-    asks: bool,
-    mixers: Mixers,
-) -> Structure:
-    padding = {stream: mask == 0 for stream, mask in masks_of(flow, hidden).items() if isinstance(mask, torch.Tensor)}
+def _structure(run: Pass, flow: Dataflow, *, asks: bool, mixers: Mixers) -> Structure:
+    model, _, kwargs, recording = run
+    padding = {stream: mask == 0 for stream, mask in masks_of(flow, kwargs).items() if isinstance(mask, torch.Tensor)}
     likely = assume(recording, flow)
     reason = _unfit(recording, flow) if likely is None else _NOT_POSITIONS
     if not asks:
@@ -181,7 +165,7 @@ def _structure(
             )
         return Structure(flow, likely)
     for modules in (False, True):
-        proof = prove(model, args, kwargs, recording, flow, padding, modules=modules)
+        proof = prove(run, flow, padding, modules=modules)
         if proof is not None:
             if proof.mixers is not None:
                 _say_mixed(model, proof.mixers, mixers)
@@ -190,10 +174,10 @@ def _structure(
         source = _signal(flow)
         if source is not None and not modules:
             try:
-                return _placed(model, args, kwargs, recording, flow, source)
+                return _placed(run, flow, source)
             except placing.Unplaceable as error:
                 reason = str(error)
-    name = None if likely is None else first_mixer(model, args, kwargs, recording, flow, likely)
+    name = None if likely is None else first_mixer(run, flow, likely)
     if likely is None or name is None:
         raise Misfit(reason)
     _say_mixed(model, name, mixers)
@@ -214,20 +198,13 @@ def _say_mixed(model: torch.nn.Module, name: str, mixers: Mixers) -> None:
     warnings.warn(f"{said}; what follows explains the recorded attention alone", stacklevel=5)
 
 
-def _placed(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    recording: Recording,
-    flow: Dataflow,
-    source: Source,
-) -> Structure:
-    held = tuple(placing.ask(model, args, kwargs, recording, source))
-    structure = Structure(flow, None, held, source, _batch(flow, source, args, kwargs))
+def _placed(run: Pass, flow: Dataflow, source: Source) -> Structure:
+    recording, held = run.recording, tuple(placing.ask(run, source))
+    structure = Structure(flow, None, held, source, _batch(flow, source, run.args, run.kwargs))
     if structure.batch > 1 and not _are_apart(structure, recording):  # images that stand in one sequence
         structure = replace(structure, batch=1)
     if any(isinstance(layer, PlacedLayer) and len(layer.parts) > 1 for layer in structure.placed(recording)[0].layers):
-        placing.check_copies(model, args, kwargs, recording, held)
+        placing.check_copies(run, held)
     return structure
 
 
