@@ -280,3 +280,23 @@ def test_a_mixer_that_was_allowed_stands_in_every_caption():
     assert relevance.recipe["model"]["proofs"]["mixers"] == "rolled"
     for said in (wording.caption(relevance), wording.method_and_query(relevance)):
         assert "rolled mixes positions unseen" in said
+
+
+@pytest.mark.parametrize("place", ["layers.0.mlp", "layers.2.mlp"])
+@pytest.mark.parametrize("mixes", ["text alone", "all"])
+def test_mixing_beside_image_tokens_is_seen(place, mixes):
+    """In a language model with image tokens too, among its words alone, and behind its last attention."""
+    model, inputs = llava()
+    module = model.get_submodule(f"language_model.{place}")
+
+    def mix(_module, _args, output):
+        rolled = output.roll(1, 1)
+        if mixes == "text alone":  # the last of the words takes from the one before it
+            rolled = torch.cat([torch.zeros_like(output[:, :-1]), rolled[:, -1:]], 1)
+        return output + rolled
+
+    hook = module.register_forward_hook(mix)
+    with pytest.raises(ValueError, match="moves information between positions|no graph that can be explained"):
+        capture(model, inputs, tower="language_model")
+    hook.remove()
+    assert capture(model, inputs, tower="language_model").model["proofs"]["isolation"] == "proved"

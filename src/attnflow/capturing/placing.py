@@ -9,7 +9,7 @@ known.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnflow.capturing.calls import Call, Kept, LeftOut, Rows
+from attnflow.capturing.calls import Call, Kept, LeftOut
 from attnflow.capturing.examples import call_layer, seen_keys
 from attnflow.capturing.recorder import Recording, Source
 from attnflow.capturing.replay import Change, Pass, Replay, replay
+from attnflow.capturing.replay import changed as differing
 from attnflow.layers import Layer, MergingLayer, Part, PlacedLayer
 from attnflow.trace import Grid
 
@@ -153,6 +154,48 @@ def check_copies(run: Pass, held: Sequence[Held]) -> None:
         raise Unplaceable(f"the tokens without a patch in the windows of {name} are others in each window")
 
 
+def first_mixed(run: Pass, held: Sequence[Held], source: Source, texts: Sequence[Source]) -> str | None:
+    """What moves information between positions beside the calls, where patches were placed: a call, or a module behind
+    the last one. None if nothing does.
+
+    Every other patch is changed, and with it every other token that was looked up beside the patches, then some of
+    these by chance. They stand where they do among the tokens of a call, or if they are fewer before all others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    every_other = {text: (torch.arange(text.plane[1]) % 2 == 1).expand(text.plane) for text in texts}
+    some = {text: torch.rand(text.plane, generator=generator) < 0.5 for text in texts}
+    found = (_mixed(run, held, source, words) for words in ([every_other, some] if texts else [{}]))
+    return next((name for name in found if name is not None), None)
+
+
+def _mixed(run: Pass, held: Sequence[Held], source: Source, words: Mapping[Source, torch.Tensor]) -> str | None:
+    """What changes more than is due when every other patch changes, and some tokens that were looked up."""
+    odd = (_numbers(source.plane) & 1).astype(bool)
+    masks = {(text.kind, text.number): mask for text, mask in words.items()}
+    again = Replay(run, Change({(source.kind, source.number): torch.from_numpy(odd), **masks}))
+    changes, _ = replay(run, again)
+    recording = run.recording
+    for number in recording.explained:
+        if (changes[number]["v"].numpy() & ~_due(held[number], words)).any():
+            return recording.calls[number].module
+    due = _due(held[recording.explained[-1]], words).any(1)
+    for (name, before), (_, after) in zip(recording.tail, again.recording.tail, strict=False):
+        alike = before.shape == after.shape and before.shape[:2] == due.shape
+        if alike and (differing(before, after, recording.dtype).numpy() & ~due).any():
+            return name
+    return None
+
+
+def _due(held: Held, words: Mapping[Source, torch.Tensor]) -> NDArray[np.bool_]:
+    """(outer, outer, token), True where a change of every other patch and of some tokens that were looked up is due."""
+    due = held.some & (((held.patches | held.both) & 1) > 0)
+    for mask in words.values():
+        batch, count = mask.shape
+        if batch == len(due) and count <= due.shape[2]:
+            due[:, :, :count] |= mask.numpy()[:, None] & ~held.some[:, :, :count]
+    return due
+
+
 def _is_copied(held: Held) -> bool:
     """Whether tokens without a patch stand in several windows along the first axis of a call."""
     return len(held.some) > 1 and bool((~held.some).any()) and bool(held.some.any())
@@ -190,7 +233,8 @@ def _example(calls: Sequence[Call], held: Sequence[Held], shape: Sequence[int], 
 
     per: how many frames of one example were convolved one by one.
     """
-    windows = [_windows_of(holds, shape, range(index * per, (index + 1) * per)) for holds in held]
+    wanted = range(index * per, (index + 1) * per)
+    windows = [_windows_of(call, holds, shape, wanted) for call, holds in zip(calls, held, strict=True)]
     kept = _kept_without_patch(calls, windows)
     before = int(kept.sum())
     layers: list[Layer] = []
@@ -244,8 +288,9 @@ def _example(calls: Sequence[Call], held: Sequence[Held], shape: Sequence[int], 
     return Placed(tuple(layers), (*[None] * before, *places), kept, loose)
 
 
-def _windows_of(holds: Held, shape: Sequence[int], wanted: range) -> list[_Window]:
+def _windows_of(call: Call, holds: Held, shape: Sequence[int], wanted: range) -> list[_Window]:
     """The windows of a call whose patches are of the wanted ones along the first axis, with a row for each head."""
+    group = call.extent[1] // holds.some.shape[1]  # heads that share their values
     below = sum((size - 1).bit_length() for size in shape[1:])
     windows: dict[tuple[Patches | None, ...], list[tuple[int, int]]] = {}
     for row in np.ndindex(*holds.some.shape[:2]):
@@ -257,7 +302,7 @@ def _windows_of(holds: Held, shape: Sequence[int], wanted: range) -> list[_Windo
         if of == {True}:
             pairs = zip(holds.patches[row].tolist(), holds.both[row].tolist(), some.tolist(), strict=True)
             tokens = tuple((number, both) if held else None for number, both, held in pairs)
-            windows.setdefault(tokens, []).append((row[0], row[1]))
+            windows.setdefault(tokens, []).extend((row[0], row[1] * group + member) for member in range(group))
     return [_Window(rows, tokens) for tokens, rows in windows.items()]
 
 
@@ -306,20 +351,10 @@ def _layer(
         keep = torch.zeros(call.extent[2], dtype=torch.bool)
         keep[list(at)] = True
         positions = tuple(at[token] for token in sorted(at))
-        parts.append(Part(call_layer(call, _all_heads(call, window.rows), keep, keep, {}), positions, positions))
+        parts.append(Part(call_layer(call, window.rows, keep, keep, {}), positions, positions))
     if len(parts) == 1 and parts[0].queries == tuple(range(size)):
         return parts[0].layer
     return PlacedLayer(tuple(parts), size)
-
-
-def _all_heads(call: Kept, rows: Rows) -> Rows:
-    """Rows of the values of a call as rows of its queries, of which several may share values."""
-    group = (
-        call.extent[1] // max(1, len({second for _, second in rows})) if len({first for first, _ in rows}) == 1 else 1
-    )
-    if group < 2 or call.extent[1] != group * len(rows):
-        return rows
-    return [(first, second * group + member) for first, second in rows for member in range(group)]
 
 
 def _merging(below: list[Patches], above: list[Patches], before: int, module: str) -> MergingLayer:

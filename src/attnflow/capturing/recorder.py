@@ -213,6 +213,7 @@ class Recorder(TorchFunctionMode):
         self.unwatched: str | None = None
         self.recording = Recording(random_state=torch.get_rng_state(), assumed=weights_of is not None, tower=tower)
         self._depths: list[int] = []
+        self._latest = 0  # the bit of the last call so far that is explained
 
     def __enter__(self) -> Recorder:
         if getattr(_active, "recorder", None) is not None:
@@ -282,8 +283,9 @@ class Recorder(TorchFunctionMode):
         unlabelled = [x for x in tensors_in(output) if x.is_floating_point() and not self._labels.of(x)]
         if unlabelled and (label := self._labels.of_all(args) | self._labels.of_all(kwargs)):
             self._labels.set(unlabelled, label)
-        if self._compared and self.recording.calls:
+        if self._compared and self._latest:
             found = [x for x in tensors_in(output) if x.is_floating_point() and x.ndim == 3]
+            found = [x for x in found if self._labels.of(x) & self._latest]
             # As many vectors as numbers in each: weights of attention, which a module returns beside its output.
             self.recording.tail += [(name, x) for x in found if x.shape[1] != x.shape[2]]
         if isinstance(output, torch.Tensor) and output.ndim > 1:
@@ -413,7 +415,9 @@ class Recorder(TorchFunctionMode):
         bit = self._mark(len(recording.calls) - 1)
         self._depths.append(self._depth(call.module, labels))
         recording.fed.append(Fed(*labels, bit, self._visits[-1]))
-        recording.tail.clear()
+        if self._depths[-1] >= 0:
+            recording.tail.clear()
+            self._latest = bit
         self._labels.set(output, bit)
         self._leave_out(self._certainly_left_out())
         return output

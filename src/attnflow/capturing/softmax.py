@@ -77,7 +77,7 @@ class WeightsByHand:
         """The weights and values that a call is about to multiply, if it does.
 
         The axis that the multiplication sums over must be the one that the softmax ran over. Values of parameters alone
-        (memory slots, codes) are no values of positions. Raises ValueError for weights of which some are subtracted.
+        (memory slots, codes) are no values of positions.
         """
         if func is torch.einsum:
             return self._einsum(_operands(args))

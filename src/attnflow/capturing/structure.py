@@ -33,13 +33,17 @@ _NOT_POSITIONS = (
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """How the calls of a pass make up a graph: in order (proof), or placed patch by patch (held, source, batch)."""
+    """How the calls of a pass make up a graph: in order (proof), or placed patch by patch (held, source, batch).
+
+    mixers: the module that moves information between positions beside the calls, if there is one.
+    """
 
     flow: Dataflow
     proof: Proof | None
     held: tuple[placing.Held, ...] = ()
     source: Source | None = None
     batch: int = 1
+    mixers: str | None = None
     notes: tuple[tuple[str, str], ...] = ()
 
     def placed(self, recording: Recording) -> list[placing.Placed]:
@@ -56,16 +60,14 @@ class Structure:
     @property
     def facts(self) -> dict[str, str]:
         """What was proved, for the recipe."""
-        if self.proof is None:
-            isolation = places = "asked of the model, patch by patch"
-        elif self.proof.asked:
-            isolation = "proved" if self.proof.mixers is None else "does not hold"
-            places = "proved" if self.proof.mixers is None else "assumed"
-        else:
+        holds = self.mixers is None
+        if self.proof is not None and not self.proof.asked:
             isolation = places = "assumed (prove=False)"
+        else:
+            isolation = "proved" if holds else "does not hold"
+            places = "asked of the model, patch by patch" if self.proof is None else "proved" if holds else "assumed"
         found = {"dataflow": "by labels", "isolation": isolation, "reproduction": "weights x values", "places": places}
-        mixers = None if self.proof is None else self.proof.mixers
-        return found | ({} if mixers is None else {"mixers": mixers}) | dict(self.notes)
+        return found | ({} if self.mixers is None else {"mixers": self.mixers}) | dict(self.notes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +99,10 @@ def recall(found: Known, model: torch.nn.Module, recording: Recording, mixers: M
     def now(source: Source | None) -> Source | None:  # with the token ids of this pass
         return source and own[source.kind, source.number]
 
+    if structure.mixers is not None:
+        _say_mixed(model, structure.mixers, mixers)
     proof = structure.proof
     if proof is not None:
-        if proof.mixers is not None:
-            _say_mixed(model, proof.mixers, mixers)
         layouts = {stream: replace(layout, source=now(layout.source)) for stream, layout in proof.layouts.items()}
         proof = replace(proof, layouts=layouts, reads=_for_any_input(proof))
     return replace(structure, flow=flow, proof=proof, source=now(structure.source))
@@ -167,21 +169,27 @@ def _structure(run: Pass, flow: Dataflow, *, asks: bool, mixers: Mixers) -> Stru
     for modules in (False, True):
         proof = prove(run, flow, padding, modules=modules)
         if proof is not None:
-            if proof.mixers is not None:
-                _say_mixed(model, proof.mixers, mixers)
-                proof = replace(proof, mixers=proof.mixers or type(model).__name__)
-            return Structure(flow, proof)
+            if proof.mixers is None:
+                return Structure(flow, proof)
+            _say_mixed(model, proof.mixers, mixers)
+            return Structure(flow, proof, mixers=proof.mixers or type(model).__name__)
         source = _signal(flow)
         if source is not None and not modules:
             try:
-                return _placed(run, flow, source)
+                structure = _placed(run, flow, source)
             except placing.Unplaceable as error:
                 reason = str(error)
+            else:
+                texts = [other for other in flow.streams[flow.joint[0]].sources if _is_text(other)]
+                if (name := placing.first_mixed(run, structure.held, source, texts)) is not None:
+                    _say_mixed(model, name, mixers)
+                    structure = replace(structure, mixers=name or type(model).__name__)
+                return structure
     name = None if likely is None else first_mixer(run, flow, likely)
     if likely is None or name is None:
         raise Misfit(reason)
     _say_mixed(model, name, mixers)
-    return Structure(flow, Proof(likely.layouts, likely.orders, None, name or type(model).__name__))
+    return Structure(flow, replace(likely, asked=True), mixers=name or type(model).__name__)
 
 
 def _say_mixed(model: torch.nn.Module, name: str, mixers: Mixers) -> None:
@@ -219,7 +227,7 @@ def _are_apart(structure: Structure, recording: Recording) -> bool:
 
 def _batch(flow: Dataflow, source: Source, args: Any, kwargs: Any) -> int:
     """How many examples there are where frames may be convolved one by one: as the tokens or the first input say."""
-    texts = [other.plane[0] for other in flow.streams[0].sources if other.kind == "embedding" and len(other.plane) == 2]
+    texts = [other.plane[0] for other in flow.streams[0].sources if _is_text(other)]
     first = next((x for x in tensors_in((args, kwargs)) if x.ndim), None)
     images = math.prod(source.plane[:1])
     sizes = [*texts, *([] if first is None else [len(first)]), images]
@@ -235,6 +243,10 @@ def _signal(flow: Dataflow) -> Source | None:
     convolved = [source for source in sources if source.kind == "convolution" and len(source.plane) > 2]
     linear = [source for source in sources if source.kind == "linear" and len(source.plane) > 1]
     return convolved[-1] if convolved else linear[0] if linear else None
+
+
+def _is_text(source: Source) -> bool:
+    return source.kind == "embedding" and len(source.plane) == 2
 
 
 def masks_of(flow: Dataflow, inputs: Mapping[str, Any]) -> dict[int, Any]:
