@@ -584,13 +584,13 @@ WITH_GRADIENTS = [
 
 def coverage() -> str:
     """docs/families.md: what capture is proved on, family by family."""
-    from attnflow import capture
+    from attnflow import capture_batch
     from attnflow.layers import AttentionWeights, MergingLayer, PlacedLayer
 
     rows = []
     for name, family in FAMILIES.items():
         model, inputs, _ = family()
-        trace = capture(model, inputs)[0]
+        trace = capture_batch(model, inputs)[0]
         modules = dict(model.named_modules())
         ways = dict.fromkeys(
             "softmax by hand"

@@ -12,11 +12,12 @@ import transformers as hf
 from torch.overrides import _len_torch_function_stack
 
 import attnflow
-from attnflow import capture, memory
+from attnflow import capture, capture_batch, memory
 from attnflow.capturing.calls import LeftOut
 from attnflow.capturing.recorder import record
 from attnflow.layers import MergingLayer
 from families import FAMILIES, IDS, SMALL, TEXT, VISION, WITH_GRADIENTS, images, unfused, video
+from toys import assert_left_out_positions_have_no_limit
 
 
 def tensors(output):
@@ -25,10 +26,6 @@ def tensors(output):
         return [output]
     values = output.values() if isinstance(output, dict) else output
     return [tensor for value in values if value is not None for tensor in tensors(value)]
-
-
-def as_list(traces):
-    return traces if isinstance(traces, list) else [traces]
 
 
 def state(model):
@@ -45,7 +42,7 @@ def state(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_equals_the_models_own(family):
     model, inputs, expected = FAMILIES[family]()
-    traces = as_list(capture(model, inputs))
+    traces = capture_batch(model, inputs)
     weights = expected()
     assert len(traces) == 2
     assert len(weights) >= 3
@@ -64,7 +61,7 @@ def test_outputs_and_model_are_as_without_capture(family):
     with torch.no_grad():
         plain = tensors(model(**inputs))
     torch.manual_seed(0)
-    traces = as_list(capture(model, inputs))
+    traces = capture_batch(model, inputs)
     seen = tensors(traces[0].output)
     assert len(seen) == len(plain)
     # nn.TransformerEncoder leaves its fused fast path when it is watched, which rounds differently.
@@ -77,7 +74,7 @@ def test_outputs_and_model_are_as_without_capture(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_come_in_forward_order_with_module_names(family):
     model, inputs, _ = FAMILIES[family]()
-    layers = as_list(capture(model, inputs))[0].layers
+    layers = capture_batch(model, inputs)[0].layers
     names = [layer.name for layer in layers if not isinstance(layer, MergingLayer)]
     modules = dict(model.named_modules())
     assert all(name in modules for name in names)
@@ -106,7 +103,7 @@ PREFIXES = {
 def test_patches_have_places_and_prefix_tokens_names(family):
     prefix, (rows, columns) = PREFIXES[family]
     model, inputs, _ = FAMILIES[family]()
-    trace = as_list(capture(model, inputs))[0]
+    trace = capture_batch(model, inputs)[0]
     assert trace.grid == (rows, columns)
     assert list(trace.tokens[: len(prefix)]) == prefix
     assert trace.roles == ("prefix",) * len(prefix) + ("patch",) * (rows * columns)
@@ -121,7 +118,7 @@ def test_text_and_image_in_one_stream():
     """ViLT takes its patches in random order; in the trace they stand at their places, each image with its own grid."""
     model, inputs, _ = FAMILIES["vilt"]()
     torch.manual_seed(1)
-    traces = capture(model, inputs)
+    traces = capture_batch(model, inputs)
     shapes = [((4, 6), 7), ((3, 4), 5)]
     for trace, (grid, text) in zip(traces, shapes, strict=True):
         assert trace.grid == grid
@@ -132,7 +129,7 @@ def test_text_and_image_in_one_stream():
     exchange = attnflow.group_flow(traces[1], layer=-1)
     assert exchange.tokens == ("text", "image")
     torch.manual_seed(2)
-    for one, other in zip(traces, capture(model, inputs), strict=True):
+    for one, other in zip(traces, capture_batch(model, inputs), strict=True):
         np.testing.assert_allclose(attnflow.rollout(one).scores, attnflow.rollout(other).scores, atol=1e-6)
     names = [f"name {number}" for number in range(7 + 1 + 24)]
     alone = {name: value[:1] for name, value in inputs.items()}
@@ -168,7 +165,7 @@ def test_patches_that_fill_no_grid_have_places_all_the_same():
 )
 def test_patches_of_a_video_have_places_in_time(family):
     model, inputs, _ = FAMILIES[family]()
-    trace = capture(model, inputs)[0]
+    trace = capture_batch(model, inputs)[0]
     frames, rows, columns = trace.grid
     patches = [token for token, role in zip(trace.tokens, trace.roles, strict=True) if role == "patch"]
     assert patches == [f"{t},{i},{j}" for t in range(frames) for i in range(rows) for j in range(columns)]
@@ -180,7 +177,7 @@ def test_patches_of_a_video_have_places_in_time(family):
 
 def test_divided_attention_mixes_time_and_space_in_turn():
     model, inputs, _ = FAMILIES["timesformer_divided_space_time"]()
-    trace = capture(model, inputs)[0]
+    trace = capture_batch(model, inputs)[0]
     once = attnflow.rollout(trace, layer=0).scores
     assert once[0].nonzero()[0].tolist() == [0]
     assert once[1].nonzero()[0].tolist() == [1, 5, 9, 13]  # the same place in four frames
@@ -188,15 +185,14 @@ def test_divided_attention_mixes_time_and_space_in_turn():
     for module in model.modules():
         if hasattr(module, "qkv"):  # so that heads differ
             module.qkv.weight.data *= 5
-    trace = capture(model, inputs)[0]
-    with pytest.raises(ValueError, match="more than the 1 that positions left out of a layer pass on"):
-        attnflow.flow(trace, head_fusion="max", residual=0, query=1)
+    trace = capture_batch(model, inputs)[0]
+    assert_left_out_positions_have_no_limit(trace, query=1)
 
 
 @pytest.mark.parametrize("family", ["swin", "swin_v2", "timm_swin", "torchvision_swin"])
 def test_windows_and_merging_carry_rollout_and_flow_to_every_patch(family):
     model, inputs, expected = FAMILIES[family]()
-    trace = capture(model, inputs)[1]
+    trace = capture_batch(model, inputs)[1]
     assert [layer.shape[1:] for layer in trace.layers] == [(128, 128), (128, 128), (32, 128), (32, 32)]
     assert trace.grid == (8, 16)
     first, second, merging, last = (weights[1].mean(0).double().numpy() for weights in expected())
@@ -210,7 +206,7 @@ def test_windows_and_merging_carry_rollout_and_flow_to_every_patch(family):
 
 def test_windows_of_a_gradients_target_keep_gradients():
     model, inputs, _ = FAMILIES["swin"]()
-    trace = capture(model, inputs, target=lambda output: output.pooler_output.sum(-1))[0]
+    trace = capture_batch(model, inputs, target=lambda output: output.pooler_output.sum(-1))[0]
     assert all(part.layer.gradient.of([0]).abs().max() > 0 for part in trace.layers[1].parts)
 
 
@@ -233,7 +229,7 @@ def test_pooling_by_attention_is_a_layer_without_residual(library):
         )
         model(images())
         attention._forward_hooks.clear()
-    trace = capture(model, images())[0]
+    trace = capture_batch(model, images())[0]
     assert [layer.shape[1:] for layer in trace.layers] == [(16, 16)] * 3 + [(1, 16)]
     assert (trace.grid, trace.readout) == ((4, 4), 0)
     rollout = attnflow.rollout(trace)
@@ -247,7 +243,7 @@ def test_pooling_by_attention_is_a_layer_without_residual(library):
 def test_causal_models_need_no_mask_and_read_out_last():
     for family in ("gpt2", "llama_gqa", "transformer_encoder_causal"):
         model, inputs, _ = FAMILIES[family]()
-        trace = as_list(capture(model, inputs))[0]
+        trace = capture_batch(model, inputs)[0]
         assert all(layer.causal and layer.mask is None for layer in trace.layers)
         assert trace.readout == 6
 
@@ -255,7 +251,7 @@ def test_causal_models_need_no_mask_and_read_out_last():
 @pytest.mark.parametrize("family", ["mistral_sliding_window", "gemma3", "bloom_alibi", "gpt_oss_sinks"])
 def test_models_with_windows_and_biases_are_causal_too(family):
     model, inputs, _ = FAMILIES[family]()
-    trace = as_list(capture(model, inputs))[0]
+    trace = capture_batch(model, inputs)[0]
     assert all(layer.causal for layer in trace.layers)
     assert trace.readout == 6
 
@@ -286,7 +282,7 @@ def test_an_example_in_a_padded_batch_is_the_example_alone(family, side):
     inputs = {"input_ids": ids, "attention_mask": mask}
     if family.startswith(("bert", "deberta", "gpt2")):  # which leave positions to their caller
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    for trace, length in zip(capture(model, inputs), lengths, strict=True):
+    for trace, length in zip(capture_batch(model, inputs), lengths, strict=True):
         alone = capture(model, {"input_ids": IDS[:1, :length]})
         assert trace.tokens == alone.tokens
         for one, other in zip(trace.layers, alone.layers, strict=True):
@@ -301,7 +297,7 @@ def test_transformer_encoder_padding_is_removed(batch_first):
     x = torch.randn(3, 6, 32)
     padding = torch.arange(6) >= torch.tensor([[6], [4], [2]])
     source = x if batch_first else x.transpose(0, 1)
-    traces = capture(model, {"src": source, "src_key_padding_mask": padding})
+    traces = capture_batch(model, {"src": source, "src_key_padding_mask": padding})
     for number, (trace, length) in enumerate(zip(traces, (6, 4, 2), strict=True)):
         alone = x[number : number + 1, :length]
         expected = capture(model, alone if batch_first else alone.transpose(0, 1))
@@ -323,7 +319,7 @@ def test_padding_hidden_by_a_masks_own_shape_is_removed():
             hidden = torch.tensor([True, True, True, False, False])
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=hidden.expand(2, 5, 5))
 
-    traces = capture(Masked(), inputs)
+    traces = capture_batch(Masked(), inputs)
     assert [trace.layers[0].shape for trace in traces] == [(1, 3, 3)] * 2
 
 
@@ -338,7 +334,7 @@ def test_multihead_attention_in_its_variants(settings, need_weights):
     mask = torch.zeros(5, 5).masked_fill(torch.rand(5, 5) > 0.7, float("-inf")).fill_diagonal_(0)
     arguments = {"query": query, "key": key, "value": value, "attn_mask": mask, "need_weights": need_weights}
     weights = attention(**{**arguments, "need_weights": True}, average_attn_weights=False)[1]
-    for trace, own in zip(capture(attention, arguments), weights, strict=True):
+    for trace, own in zip(capture_batch(attention, arguments), weights, strict=True):
         layer = trace.layers[0]
         if "kdim" in settings:  # keys that are not the queries make it cross-attention
             (part,) = layer.parts
@@ -359,7 +355,7 @@ def test_an_error_inside_the_model_leaves_nothing_behind():
         capture(model, inputs)
     assert state(model) == before
     hook.remove()
-    assert len(capture(model, inputs)) == 2
+    assert len(capture_batch(model, inputs)) == 2
 
 
 def test_threads_do_not_see_each_other(minilm):
@@ -385,7 +381,7 @@ def test_parameters_gradients_and_inputs_are_untouched():
     parameter = next(model.parameters())
     parameter.grad = torch.ones_like(parameter)
     ids = inputs["input_ids"].clone()
-    trace = capture(model, inputs)[0]
+    trace = capture_batch(model, inputs)[0]
     assert parameter.grad.eq(1).all()
     assert inputs["input_ids"].equal(ids)
     assert not any(x.requires_grad for layer in trace.layers for x in (layer.q, layer.k))
@@ -393,7 +389,7 @@ def test_parameters_gradients_and_inputs_are_untouched():
 
 def test_half_precision_weights_are_those_of_its_queries_and_keys():
     model, inputs, _ = FAMILIES["bert"]()
-    trace = capture(model.to(torch.bfloat16), inputs)[0]
+    trace = capture_batch(model.to(torch.bfloat16), inputs)[0]
     layer = trace.layers[0]
     assert layer.q.dtype == torch.bfloat16
     assert layer.attention().dtype == torch.float32
@@ -402,14 +398,14 @@ def test_half_precision_weights_are_those_of_its_queries_and_keys():
 
 def test_a_compiled_model_is_captured_from_the_original():
     model, inputs, expected = FAMILIES["bert"]()
-    for trace, own in zip(capture(torch.compile(model), inputs), expected()[0], strict=True):
+    for trace, own in zip(capture_batch(torch.compile(model), inputs), expected()[0], strict=True):
         torch.testing.assert_close(trace.layers[0].attention(), own, atol=1e-5, rtol=0)
 
 
 def test_a_model_inside_timms_wrapper_for_transformers(tmp_path):
     config = hf.TimmWrapperConfig(architecture="vit_tiny_patch16_224", do_pooling=True, model_args={"depth": 2})
     model = hf.TimmWrapperModel(config).eval()
-    trace = capture(model, {"pixel_values": images(224, 224)})[0]
+    trace = capture_batch(model, {"pixel_values": images(224, 224)})[0]
     assert (len(trace.layers), trace.grid, trace.tokens[0]) == (2, (14, 14), "[CLS]")
 
 
@@ -430,7 +426,7 @@ def test_real_bert_equals_its_eager_self(minilm, minilm_eager, minilm_trace):
 def test_real_texts_of_different_lengths(minilm):
     model, tokenizer = minilm
     texts = ["Hello.", "The keys to the cabinet are on the table.", "Who wrote [MASK]?"]
-    for trace, text in zip(capture(model, texts, tokenizer=tokenizer), texts, strict=True):
+    for trace, text in zip(capture_batch(model, texts, tokenizer=tokenizer), texts, strict=True):
         alone = capture(model, text, tokenizer=tokenizer)
         assert (trace.tokens, trace.roles) == (alone.tokens, alone.roles)
         for one, other in zip(trace.layers, alone.layers, strict=True):
@@ -500,7 +496,7 @@ def llava():
 def test_patches_that_are_left_out_have_no_place():
     """A masked autoencoder drops five of twelve patches; the others stand where they stood."""
     mask = torch.tensor([[1, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1], [0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 0]]).bool()
-    traces = capture(FAMILIES["videomae"]()[0], {"pixel_values": video(), "bool_masked_pos": mask})
+    traces = capture_batch(FAMILIES["videomae"]()[0], {"pixel_values": video(), "bool_masked_pos": mask})
     every = [f"{t},{i},{j}" for t in range(2) for i in range(2) for j in range(3)]
     for trace, hidden in zip(traces, mask.tolist(), strict=True):
         assert list(trace.tokens) == [patch for patch, left_out in zip(every, hidden, strict=True) if not left_out]
@@ -636,7 +632,7 @@ def test_a_layer_that_gets_the_mask_of_another_kernel_is_refused():
 
 def test_sinks_leave_rows_below_one():
     model, inputs, _ = FAMILIES["gpt_oss_sinks"]()
-    trace = capture(model, inputs)[0]
+    trace = capture_batch(model, inputs)[0]
     assert (trace.layers[0].attention().sum(-1) < 0.99).all()
     assert (attnflow.rollout(trace).scores.sum(-1) < 0.99).any()
 
@@ -644,7 +640,7 @@ def test_sinks_leave_rows_below_one():
 def test_positions_that_a_model_adds_can_be_named():
     model, inputs = prompt_tuning()
     names = ["<p>", "<p>", *map(str, range(7))]
-    assert capture(model, inputs, tokens=names)[0].tokens == tuple(names)
+    assert capture_batch(model, inputs, tokens=names)[0].tokens == tuple(names)
 
 
 def test_padding_that_a_model_attends_to_is_refused():
@@ -722,7 +718,7 @@ def score(output):
 def test_gradients_of_the_weights_equal_autograds(family):
     model, inputs, gradients = own_gradients(family)
     parameters = [parameter.grad for parameter in model.parameters()]
-    traces = capture(model, inputs, target=score)
+    traces = capture_batch(model, inputs, target=score)
     for example, trace in enumerate(traces):
         for layer, own in zip(trace.layers, gradients, strict=True):
             seen = layer.gradient.of(slice(None))
@@ -758,7 +754,7 @@ def test_targets(frozen):
     model = classifier().requires_grad_(not frozen)
     logits = model(input_ids=IDS).logits.detach()
     for target, indices in ((2, [2, 2]), ([0, 1], [0, 1]), ("predicted", logits.argmax(-1).tolist())):
-        traces = capture(model, {"input_ids": IDS}, target=target)
+        traces = capture_batch(model, {"input_ids": IDS}, target=target)
         for number, (trace, index) in enumerate(zip(traces, indices, strict=True)):
             assert trace.target == {"target": index, "score": pytest.approx(float(logits[number, index]))}
             alone = capture(model, {"input_ids": IDS[number : number + 1]}, target=index)
@@ -766,7 +762,7 @@ def test_targets(frozen):
                 torch.testing.assert_close(one.gradient.of([1, 3]), other.gradient.of([1, 3]), atol=1e-5, rtol=1e-3)
             assert not trace.layers[0].gradient.output.requires_grad
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert capture(model, {"input_ids": IDS})[0].layers[0].gradient is None
+    assert capture_batch(model, {"input_ids": IDS})[0].layers[0].gradient is None
 
 
 def test_a_language_model_is_read_at_its_last_token():
@@ -775,7 +771,7 @@ def test_a_language_model_is_read_at_its_last_token():
         hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
     )
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
-    traces = capture(model.eval(), {"input_ids": IDS, "attention_mask": mask}, target=5)
+    traces = capture_batch(model.eval(), {"input_ids": IDS, "attention_mask": mask}, target=5)
     with torch.no_grad():
         logits = model(input_ids=IDS, attention_mask=mask).logits
     assert traces[1].target["score"] == pytest.approx(float(logits[1, 3, 5]))
@@ -823,7 +819,7 @@ def test_the_table_of_coverage_is_true():
 @pytest.mark.parametrize("family", ["bert", "bert_eager", "transformer_encoder"])
 def test_only_the_asked_layers_are_kept(family, layers, kept):
     model, inputs, expected = FAMILIES[family]()
-    for example, trace in enumerate(capture(model, inputs, layers=layers)):
+    for example, trace in enumerate(capture_batch(model, inputs, layers=layers)):
         assert len(trace.layers) == len(kept)
         for layer, number in zip(trace.layers, kept, strict=True):
             torch.testing.assert_close(layer.attention(), expected()[number][example], atol=1e-5, rtol=0)
@@ -834,8 +830,8 @@ def test_only_the_asked_layers_are_kept(family, layers, kept):
 
 def test_gradients_of_some_layers_are_those_of_all():
     model = classifier()
-    whole = capture(model, {"input_ids": IDS}, target=1)[1]
-    some = capture(model, {"input_ids": IDS}, target=1, layers=slice(1, None))[1]
+    whole = capture_batch(model, {"input_ids": IDS}, target=1)[1]
+    some = capture_batch(model, {"input_ids": IDS}, target=1, layers=slice(1, None))[1]
     for layer, same in zip(some.layers, whole.layers[1:], strict=True):
         torch.testing.assert_close(layer.gradient.of([0, 3]), same.gradient.of([0, 3]))
 
@@ -843,8 +839,12 @@ def test_gradients_of_some_layers_are_those_of_all():
 def test_pooling_is_left_out_with_its_layer():
     torch.manual_seed(0)
     model = hf.SiglipVisionModel(hf.SiglipVisionConfig(**SMALL, image_size=32, patch_size=8)).eval()
-    assert [layer.pools for layer in capture(model, images(), layers=slice(1, None))[0].layers] == [False, False, True]
-    assert [layer.pools for layer in capture(model, images(), layers=slice(0, 3))[0].layers] == [False] * 3
+    assert [layer.pools for layer in capture_batch(model, images(), layers=slice(1, None))[0].layers] == [
+        False,
+        False,
+        True,
+    ]
+    assert [layer.pools for layer in capture_batch(model, images(), layers=slice(0, 3))[0].layers] == [False] * 3
 
 
 @pytest.mark.parametrize(
@@ -892,7 +892,7 @@ def test_attention_that_cannot_be_followed_is_pointed_at(way):
     gradients = torch.autograd.grad(model(x)[:, -1].sum(), own)
     for hook in hooks:
         hook.remove()
-    traces = capture(model, x, weights=weights, target=lambda output: output[:, -1].sum(-1))
+    traces = capture_batch(model, x, weights=weights, target=lambda output: output[:, -1].sum(-1))
     for example, trace in enumerate(traces):
         for layer, expected, gradient in zip(trace.layers, own, gradients, strict=True):
             torch.testing.assert_close(layer.attention(), expected[example].detach())
@@ -923,9 +923,9 @@ def test_weights_that_cannot_all_be_kept_are_refused_before_they_are(monkeypatch
     monkeypatch.setattr(memory, "free_memory", lambda device: needed - 1)
     with pytest.raises(MemoryError, match=r"attention weights of 3 layers, each \(2, 4, 7, 7\).*'sdpa'.*layers=-1"):
         capture(model, inputs)
-    assert len(capture(model, inputs, layers=-1)[0].layers) == 1
+    assert len(capture_batch(model, inputs, layers=-1)[0].layers) == 1
     fused, inputs, _ = FAMILIES["bert"]()
-    assert len(capture(fused, inputs)[0].layers) == 3
+    assert len(capture_batch(fused, inputs)[0].layers) == 3
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers the old way
@@ -936,7 +936,7 @@ def test_a_model_wrapped_by_peft():
     torch.manual_seed(1)
     adapter = peft.LoraConfig(r=4, target_modules=["query", "value"], init_lora_weights=False)
     wrapped = peft.get_peft_model(model, adapter).eval()
-    traces = capture(wrapped, inputs)
+    traces = capture_batch(wrapped, inputs)
     merged = eager_twin(wrapped.merge_and_unload())
     with torch.no_grad():
         expected = merged(**inputs, output_attentions=True).attentions
@@ -953,6 +953,6 @@ def test_a_model_spread_over_devices(tmp_path):
     weights = expected()
     places = {name: "cpu" for name, _ in model.named_children()} | {"encoder": "disk"}
     spread = accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
-    for example, trace in enumerate(capture(spread, inputs)):
+    for example, trace in enumerate(capture_batch(spread, inputs)):
         for layer, own in zip(trace.layers, weights, strict=True):
             torch.testing.assert_close(layer.attention(), own[example], atol=1e-5, rtol=0)

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 import attnflow
-from attnflow import capture
+from attnflow import capture, capture_batch
 from attnflow.cli import main
 from attnflow.show.wording import rows
 from families import IDS, SMALL, TEXT, images
@@ -49,7 +49,7 @@ def built(family, kernel):
 def test_each_row_is_what_the_model_attended_to_when_it_wrote_the_token(family, cache):
     """Against the eager model's own generation, step by step, with a cache of keys and without."""
     model, inputs = built(family, "sdpa")
-    traces = capture(model, inputs, generate=5)
+    traces = capture_batch(model, inputs, generate=5)
     eager, _ = built(family, "eager")
     settings = {"output_attentions": True, "return_dict_in_generate": True}
     own = eager.generate(**inputs, max_new_tokens=5, do_sample=False, use_cache=cache, **settings)
@@ -77,7 +77,7 @@ def test_each_row_is_what_the_model_attended_to_when_it_wrote_the_token(family, 
 
 def test_rows_are_called_by_what_they_wrote():
     model, inputs = built(mistral_sliding_window, "sdpa")
-    trace = capture(model, inputs, generate=4)[0]
+    trace = capture_batch(model, inputs, generate=4)[0]
     assert (trace.generated_from, trace.readout) == (7, "generated")
     rollout = attnflow.rollout(trace, query=trace.readout)
     np.testing.assert_array_equal(rollout.scores, attnflow.rollout(trace, query=[6, 7, 8, 9]).scores)
@@ -103,14 +103,14 @@ def test_a_story_is_written_and_explained(stories):
 @pytest.mark.parametrize("of_the_model", [True, False])
 def test_an_answer_ends_with_its_end_of_sequence(of_the_model):
     model, inputs = built(llama, "sdpa")
-    free = capture(model, inputs, generate=6)
+    free = capture_batch(model, inputs, generate=6)
     second = int(free[0].tokens[8])
     if of_the_model:
         model.generation_config.eos_token_id = [2, second]
         settings = 6
     else:
         settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": second}
-    traces = capture(model, inputs, generate=settings)
+    traces = capture_batch(model, inputs, generate=settings)
     assert traces[0].tokens == free[0].tokens[:9]
     assert len(traces[1].tokens) == 4 + 6
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_generated_is_refused():
         capture(model, inputs, generate={"max_new_tokens": 2, "num_beams": 2, "num_return_sequences": 2})
     with pytest.raises(ValueError, match="generation needs input_ids"):
         capture(model, {"inputs_embeds": torch.randn(1, 4, 32)}, generate=2)
-    trace = capture(model, inputs)[0]
+    trace = capture_batch(model, inputs)[0]
     with pytest.raises(ValueError, match="no token is 'generated'"):
         attnflow.rollout(trace, query="generated")
 
@@ -227,6 +227,6 @@ def test_pixels_alone_may_be_written_about():
     config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     model = hf.VisionEncoderDecoderModel(config=config).eval()
     model.generation_config.decoder_start_token_id = 1
-    first, second = (capture(model, inputs, generate=4)[1] for inputs in (images(), {"pixel_values": images()}))
+    first, second = (capture_batch(model, inputs, generate=4)[1] for inputs in (images(), {"pixel_values": images()}))
     assert first.tokens == second.tokens
     assert first.generated_from == first.decoder_start + 1

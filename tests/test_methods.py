@@ -1,7 +1,6 @@
 """raw, rollout and flow with all their settings, against reference.py and the paper's examples."""
 
 import doctest
-import inspect
 
 import numpy as np
 import pytest
@@ -126,7 +125,7 @@ def test_eager_and_fused_models_give_the_same_relevance(minilm, minilm_eager, mi
 @pytest.mark.parametrize("family", ["gpt2", "llama_gqa", "mistral_sliding_window", "t5_encoder", "bert"])
 def test_tiles_add_up_to_the_whole(monkeypatch, family):
     model, inputs, _ = FAMILIES[family]()
-    trace = attnflow.capture(model, inputs)[1]
+    trace = attnflow.capture_batch(model, inputs)[1]
     settings = [{}, {"query": [5, 2]}, {"head_fusion": "max"}, {"head": 1, "layer": 1}, {"residual": 0}]
     whole = [attnflow.rollout(trace, **one).scores for one in settings]
     monkeypatch.setattr("attnflow.mixing.TILE", 70)  # two or three queries at a time
@@ -155,8 +154,8 @@ def test_a_causal_model_never_draws_on_the_future():
         ({"head_fusion": "median"}, "head_fusion 'median' is unknown; choose one of mean, max, min"),
         ({"residual": 1.5}, "residual must lie between 0 and 1; it is 1.5"),
         ({"residual": float("nan")}, "residual must lie between 0 and 1; it is nan"),
-        ({"residual": "a"}, "residual must lie between 0 and 1; it is a"),
-        ({"head": "a"}, "head a is out of range"),
+        ({"residual": "a"}, "residual must lie between 0 and 1; it is 'a'"),
+        ({"head": "a"}, "head 'a' is out of range"),
         ({"query": 6}, "query 6 is out of range"),
     ],
 )
@@ -186,12 +185,13 @@ def test_results_are_float64_on_any_input():
 
 
 def test_the_table_holds_every_public_method():
+    for name in ("raw", "rollout", "flow"):
+        assert name in METHODS
+        assert getattr(attnflow, name).__doc__
     for name, method in METHODS.items():
-        assert method.function is getattr(attnflow, name)
-        assert method.function.__doc__
-        assert {"query", "layer", "head", "head_fusion", "residual"} <= set(
-            inspect.signature(method.function).parameters
-        )
+        assert method.edges in attnflow.EDGES, name
+        assert method.carry in attnflow.CARRIERS, name
+        assert method.source, name
 
 
 def test_docstring_examples_run():

@@ -15,7 +15,7 @@ import transformers as hf
 from torch import nn
 
 import attnflow
-from attnflow import capture
+from attnflow import capture, capture_batch
 from families import IDS, images
 from toys import (
     EIGHT,
@@ -27,7 +27,6 @@ from toys import (
     Block,
     Lawful,
     Mix,
-    as_list,
     assert_weights,
     heads,
     joined,
@@ -116,7 +115,7 @@ class Tagger(nn.Module):
 def test_a_softmax_over_something_else_is_no_layer(how, count):
     model = nn.Sequential(Block(Attend()), Block(Memory()), Block(Attend())) if how == "memory" else Tagger(how)
     x = numbers(2, count, 32)
-    assert_weights(capture(seeded(model), x), own_weights(model, x))
+    assert_weights(capture_batch(seeded(model), x), own_weights(model, x))
 
 
 CROSS = {
@@ -221,7 +220,7 @@ def test_whatever_mixes_positions_is_refused_by_its_name(how, place):
     with pytest.raises(ValueError, match=rf"^parts.{place}(\.conv)? moves information between"):
         capture(model, x)
     with pytest.warns(UserWarning, match=rf"^parts.{place}(\.conv)? moves information"):
-        traces = capture(model, x, mixers="allow")
+        traces = capture_batch(model, x, mixers="allow")
     assert_weights(traces, own_weights(model, x))
     assert traces[0].model["proofs"]["mixers"].startswith(f"parts.{place}")
 
@@ -245,7 +244,7 @@ def test_a_gate_of_all_tokens_on_what_attention_returns_is_refused():
 
 def test_mixers_unseen_are_not_looked_for_unless_asked():
     model, x = seeded(Block(Attend(), Mix("mean"), Attend())), numbers(2, 6, 32)
-    traces = capture(model, x, prove=False)
+    traces = capture_batch(model, x, prove=False)
     assert traces[0].model["proofs"]["isolation"] == "assumed (prove=False)"
     assert_weights(traces, own_weights(model, x))
 
@@ -256,7 +255,7 @@ def test_mixers_unseen_are_not_looked_for_unless_asked():
 @pytest.mark.parametrize("how", LAWFUL)
 def test_what_works_on_each_position_alone_passes(how):
     model, x = seeded(Block(Attend(), Lawful(how), Attend(fused=False), Lawful(how), Attend())), numbers(2, 6, 32)
-    traces = capture(model, x)
+    traces = capture_batch(model, x)
     assert_weights(traces, own_weights(model, x))
     assert traces[0].model["proofs"]["isolation"] == "proved"
 
@@ -288,7 +287,7 @@ class Keyed(nn.Module):
 
 def test_one_block_over_and_over():
     model, x = seeded(Universal()), numbers(2, 6, 32)
-    assert_weights(capture(model, x), own_weights(model, x))
+    assert_weights(capture_batch(model, x), own_weights(model, x))
 
 
 @pytest.mark.parametrize("scale", [0, 1e-3, 1e3])
@@ -304,12 +303,12 @@ def test_any_residual_will_do(scale):
             return x
 
     model, x = seeded(Scaled()), numbers(2, 6, 32)
-    assert_weights(capture(model, x), own_weights(model, x))
+    assert_weights(capture_batch(model, x), own_weights(model, x))
 
 
 def test_positions_added_to_queries_and_keys_only():
     model, x = seeded(nn.Sequential(Keyed(), Keyed())), numbers(2, 6, 32)
-    traces, own = capture(model, x), []
+    traces, own = capture_batch(model, x), []
     with torch.no_grad():
         for layer in model:
             asks = x + layer.positions
@@ -321,7 +320,7 @@ def test_positions_added_to_queries_and_keys_only():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_any_precision_will_do(dtype):
     model, x = seeded(Block(Attend(), Lawful("gated"), Attend())).to(dtype), numbers(2, 6, 32).to(dtype)
-    traces = capture(model, x)
+    traces = capture_batch(model, x)
     for index, trace in enumerate(traces):
         assert trace.model["proofs"]["isolation"] == "proved"
         for layer, own in zip(trace.layers, own_weights(model, x), strict=True):
@@ -332,7 +331,7 @@ def test_any_precision_will_do(dtype):
 @pytest.mark.parametrize("fused", [True, False])
 def test_small_and_square_inputs(batch, count, fused):
     model, x = seeded(Block(Attend(fused), Lawful("gated"), Attend(fused))), numbers(batch, count, 32)
-    traces = as_list(capture(model, x))
+    traces = capture_batch(model, x)
     assert len(traces) == batch
     assert_weights(traces, own_weights(model, x))
 
@@ -341,7 +340,7 @@ def test_padding_in_a_batch_of_three():
     model = hf.BertModel(hf.BertConfig(**WORDS)).eval()
     ids = torch.randint(3, 90, (3, 6), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [0] * 3 + [1] * 3])
-    traces = capture(model, {"input_ids": ids, "attention_mask": mask})
+    traces = capture_batch(model, {"input_ids": ids, "attention_mask": mask})
     model.set_attn_implementation("eager")
     with torch.no_grad():
         own = model(input_ids=ids, attention_mask=mask, output_attentions=True).attentions
@@ -391,7 +390,7 @@ def test_whatever_a_model_returns(kind):
             return kinds[kind]
 
     model, x = seeded(Model()), numbers(2, 6, 32)
-    assert_weights(capture(model, x), own_weights(model, x))
+    assert_weights(capture_batch(model, x), own_weights(model, x))
 
 
 # Where tokens stand in an image.
@@ -510,7 +509,7 @@ def test_a_mask_that_is_filled_anew_for_each_layer():
             return x
 
     model, x = seeded(Windows()), numbers(2, 8, 32)
-    traces = capture(model, x)
+    traces = capture_batch(model, x)
     assert not traces[0].layers[0].attention()[:, 0, 2:].any()
     assert_weights(traces, own_weights(model, x))
 
@@ -592,7 +591,7 @@ def test_a_scripted_activation_is_no_obstacle():
             return x * torch.sigmoid(x)
 
     model, x = seeded(Block(Attend(), torch.jit.script(Swish()), Attend())), numbers(2, 6, 32)
-    assert_weights(capture(model, x), own_weights(model, x))
+    assert_weights(capture_batch(model, x), own_weights(model, x))
 
 
 def digits_dinov2():
@@ -631,7 +630,7 @@ def test_a_model_compiled_in_place_is_not_compiled_again():
     from torch._dynamo.utils import counters
 
     model = hf.BertModel(hf.BertConfig(**WORDS)).eval()
-    expected = [layer.attention() for layer in capture(model, {"input_ids": EIGHT}).layers]
+    expected = [layer.attention() for layer in capture_batch(model, {"input_ids": EIGHT}).layers]
     model.compile(backend=lambda graph, _: graph.forward)
     counters.clear()
     trace = capture(model, {"input_ids": EIGHT})
@@ -649,7 +648,7 @@ def test_wrapped_models(kind):
         "compiled": lambda model: torch.compile(model, backend="eager"),
         "partial": functools.partial,
     }
-    assert_weights(capture(wrap[kind](model), x), own_weights(model, x))
+    assert_weights(capture_batch(wrap[kind](model), x), own_weights(model, x))
 
 
 @pytest.mark.parametrize("registers", [0, 4])
@@ -674,7 +673,7 @@ def test_reads_of_pooled_outputs():
             return self.body(x)[:, self.places].mean(1)
 
     for places in ([0], [5], [1, 3], [0, 1, 2, 3, 4, 5]):
-        traces = capture(seeded(Pooled(places)), numbers(2, 6, 32))
+        traces = capture_batch(seeded(Pooled(places)), numbers(2, 6, 32))
         assert [trace.reads for trace in traces] == [tuple(places)] * 2
         assert traces[0].readout == (places[0] if len(places) == 1 else None)
 
@@ -722,7 +721,7 @@ def test_chance_and_training_mode_are_refused(how, training):
         capture(model, numbers(2, 6, 32))
     if training:
         x = numbers(2, 6, 32)
-        assert_weights(capture(model.eval(), x), own_weights(model, x))
+        assert_weights(capture_batch(model.eval(), x), own_weights(model, x))
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -751,7 +750,7 @@ def test_nothing_is_left_on_a_model(refused):
         with pytest.raises(ValueError, match="moves information"):
             capture(model, x)
     else:
-        capture(model, x)
+        capture_batch(model, x)
     assert torch.equal(state, torch.get_rng_state())
     assert names == [set(vars(module)) for module in model.modules()]
     assert not any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
@@ -771,7 +770,7 @@ def test_a_classifier_of_padded_texts_is_read_from_its_last_word(side):
     ids = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(0))
     ids[1, slice(3) if side == "left" else slice(5, None)] = 0
     model = hf.LlamaForSequenceClassification(hf.LlamaConfig(**WORDS)).eval()
-    traces = capture(model, {"input_ids": ids, "attention_mask": (ids != 0).long()})
+    traces = capture_batch(model, {"input_ids": ids, "attention_mask": (ids != 0).long()})
     assert [trace.reads for trace in traces] == [(7,), (4,)]
     assert [trace.readout for trace in traces] == [7, 4]
 
@@ -844,7 +843,7 @@ def test_mixers_that_were_allowed_once_are_refused_all_the_same():
     model, x = seeded(Block(Attend(), Mix("mean"), Attend())), numbers(2, 6, 32)
     for _ in range(2):
         with pytest.warns(UserWarning, match="parts.1 moves information"):
-            capture(model, x, mixers="allow")
+            capture_batch(model, x, mixers="allow")
     with pytest.raises(ValueError, match="parts.1 moves information"):
         capture(model, x)
 
@@ -863,7 +862,7 @@ class Opening(nn.Module):
 @pytest.mark.parametrize("by", ["parameter", "flag"])
 def test_a_mixer_that_begins_to_mix_later_is_seen(by):
     model, x = seeded(Block(Attend(), Opening(), Attend())), numbers(2, 6, 32)
-    capture(model, x)
+    capture_batch(model, x)
     with torch.no_grad():
         model.parts[1].gate.fill_(by == "parameter")
     model.parts[1].on = by == "flag"
@@ -896,7 +895,7 @@ def test_keys_in_buffers_of_the_model(prove):
     with torch.no_grad():
         model(x)
     own, buffers = [part.p for part in model.parts], [buffer.clone() for buffer in model.buffers()]
-    traces = capture(model, x, prove=prove)
+    traces = capture_batch(model, x, prove=prove)
     for before, after in zip(buffers, model.buffers(), strict=True):
         torch.testing.assert_close(before, after)
     with torch.no_grad():
@@ -907,14 +906,14 @@ def test_keys_in_buffers_of_the_model(prove):
 @pytest.mark.parametrize("value", [0.0, 1.0, 1e-30])
 def test_inputs_that_are_all_alike(value):
     model, x = seeded(Block(Attend(), Attend())), torch.full((2, 6, 32), value)
-    assert_weights(capture(model, x), own_weights(model, x))
+    assert_weights(capture_batch(model, x), own_weights(model, x))
 
 
 def test_parameters_made_in_inference_mode():
     with torch.inference_mode():
         model = Block(Attend(), Attend()).eval()
     x = numbers(2, 6, 32)
-    assert_weights(capture(model, x), own_weights(model, x))
+    assert_weights(capture_batch(model, x), own_weights(model, x))
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 32), (0, 6, 32)])

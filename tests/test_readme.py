@@ -25,9 +25,9 @@ def test_the_ten_lines_print_what_stands_below_them(tmp_path, monkeypatch):
 
 def test_the_table_is_the_table_of_methods():
     rows = re.findall(
-        r"^\| (\w+) \| (.*) \| (.*) \| (.*) \|$", README.split("## Methods")[1].split("\n## ")[0], re.MULTILINE
+        r"^\| ([\w-]+) \| (.*) \| (.*) \| (.*) \|$", README.split("## Methods")[1].split("\n## ")[0], re.MULTILINE
     )
-    table = [(name, row.edges, row.carried, row.source) for name, row in METHODS.items()]
+    table = [(name, row.formula, row.carried, row.source) for name, row in METHODS.items()]
     assert rows[1:] == table
 
 

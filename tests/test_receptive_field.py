@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import attnflow
-from attnflow import capture
+from attnflow import capture, capture_batch
+from attnflow.methods import relevance
 from attnflow.show.wording import caption, method_and_query
 from families import FAMILIES, IDS
 from test_encoder_decoder import build, t5
@@ -29,7 +30,7 @@ def by_hand(visible, residual=0.5):
 def test_rollout_is_divided_by_the_field_of_the_masks(family):
     """ALiBi's biases and a head's preferences are no part of the field, windows and the future are."""
     model, inputs, expected = FAMILIES[family]()
-    trace = capture(model, inputs)[1]
+    trace = capture_batch(model, inputs)[1]
     visible = [(layer[1] != 0).any(0).numpy() for layer in expected()]
     plain = attnflow.rollout(trace)
     divided = attnflow.rollout(trace, receptive_field=True)
@@ -44,7 +45,7 @@ def test_rollout_is_divided_by_the_field_of_the_masks(family):
 @pytest.mark.parametrize("layer", [-1, "all"])
 def test_a_model_that_attends_evenly_is_all_place(method, layer):
     causal = even(np.tril(np.ones((6, 6))))
-    function = attnflow.METHODS[method].function
+    function = getattr(attnflow, method)
     divided = function([causal] * 3, residual=0.5, layer=layer, receptive_field=True)
     np.testing.assert_allclose(
         divided.every_layer, np.broadcast_to(np.tril(np.ones((6, 6))), divided.every_layer.shape)
@@ -67,18 +68,18 @@ def test_early_tokens_no_longer_win_by_their_place(stories):
 
 def test_the_field_of_an_encoder_decoder_is_joint():
     model, inputs = build(t5)
-    trace = capture(model, inputs)[0]
+    trace = capture_batch(model, inputs)[0]
     divided = attnflow.rollout(trace, query=-1, receptive_field=True)
-    field = attnflow.rollout(trace.evenly(), query=-1)
+    field = relevance(trace, edges="uniform", carry="product", query=-1)
     np.testing.assert_allclose(field.scores.sum(), 1)
     np.testing.assert_allclose(divided.scores * field.scores, attnflow.rollout(trace, query=-1).scores, rtol=1e-6)
 
 
 def test_flow_is_divided_by_the_flow_of_the_field():
     model = FAMILIES["llama_gqa"]()[0]
-    trace = capture(model, {"input_ids": IDS})[0]
+    trace = capture_batch(model, {"input_ids": IDS})[0]
     divided = attnflow.flow(trace, query=[3, 6], receptive_field=True)
-    field = attnflow.flow(trace.evenly(), query=[3, 6])
+    field = relevance(trace, edges="uniform", carry="flow", query=[3, 6])
     plain = attnflow.flow(trace, query=[3, 6])
     inside = field.scores > 0
     np.testing.assert_allclose(divided.scores[inside], plain.scores[inside] / field.scores[inside], rtol=1e-9)

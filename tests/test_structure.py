@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import attnflow
-from attnflow import capture
-from toys import Attend, Block, as_list, assert_weights, heads, joined, numbers, own_weights, seeded
+from attnflow import capture, capture_batch
+from toys import Attend, Block, assert_weights, heads, joined, numbers, own_weights, seeded
 
 # Heads and examples, wherever they stand.
 
@@ -92,7 +92,7 @@ def test_one_module_per_head_is_a_layer_of_heads():
 
 def test_a_loop_over_heads_is_a_layer_of_heads():
     model, x = seeded(nn.Sequential(Loop("heads"), Loop("heads"))), numbers(2, 6, 32)
-    traces = capture(model, x)
+    traces = capture_batch(model, x)
     model(x)
     assert_weights(traces, [layer.p for layer in model])
 
@@ -103,7 +103,7 @@ def test_a_loop_over_heads_is_a_layer_of_heads():
 def test_heads_and_examples_on_one_axis(order, fused, batch, count):
     model = seeded(nn.Sequential(Flat(order, fused), Flat(order, fused)))
     x = numbers(count, batch, 32) if order.startswith("time") else numbers(batch, count, 32)
-    traces = as_list(capture(model, x))
+    traces = capture_batch(model, x)
     model(x)
     assert len(traces) == batch
     assert_weights(traces, [layer.p for layer in model])
@@ -112,7 +112,7 @@ def test_heads_and_examples_on_one_axis(order, fused, batch, count):
 def test_parallel_attention_is_one_layer_with_the_heads_of_both():
     model, x = seeded(nn.Sequential(Parallel(), Parallel())), numbers(2, 6, 32)
     own = own_weights(model, x)
-    traces = capture(model, x)
+    traces = capture_batch(model, x)
     assert traces[0].layers[0].shape == (8, 6, 6)
     assert_weights(traces, [torch.cat(own[:2], 1), torch.cat(own[2:], 1)])
 
@@ -237,7 +237,7 @@ def test_ways_to_weigh_with_their_gradients(way, batch):
     gradients = torch.autograd.grad((output[:, 0] ** 2).sum(), seen)
     for part in model.parts:
         part.seen = None
-    traces = capture(model, x.detach(), target=lambda output: (output[:, 0] ** 2).sum(-1))
+    traces = capture_batch(model, x.detach(), target=lambda output: (output[:, 0] ** 2).sum(-1))
     assert_weights(traces, [arrange(weights.detach()) for weights in seen])
     for example, trace in enumerate(traces):
         for layer, gradient in zip(trace.layers, gradients, strict=True):
@@ -266,7 +266,7 @@ class Heads(Attend):
 @pytest.mark.parametrize("first", [1, 2])
 def test_heads_in_several_calls(first, causal):
     model, x = seeded(Block(Heads(first, causal), Heads(first, causal))), numbers(2, 6, 32)
-    assert_weights(capture(model, x), own_weights(model, x))
+    assert_weights(capture_batch(model, x), own_weights(model, x))
 
 
 class Values(nn.Module):
@@ -299,7 +299,7 @@ class Values(nn.Module):
 @pytest.mark.parametrize("kept", ["values", "keys", "scores", "weights"])
 def test_something_kept_from_the_first_layer(kept):
     model, x = seeded(Values(kept)), numbers(2, 6, 32)
-    traces = capture(model, x)
+    traces = capture_batch(model, x)
     model(x)
     assert_weights(traces, model.weights)
 
@@ -343,7 +343,7 @@ class Streams(nn.Module):
 def test_two_streams_have_their_own_weights_in_their_places(how, count):
     model, x = seeded(Streams(how)), numbers(2, 6, 32)
     inputs = (x,) if how == "learned" else (x, numbers(2, count, 32, seed=2))
-    own, traces = own_weights(model, *inputs), capture(model, inputs)
+    own, traces = own_weights(model, *inputs), capture_batch(model, inputs)
     for example, trace in enumerate(traces):
         parts = [part for layer in trace.layers for part in layer.parts]
         assert len(parts) == len(own)
@@ -370,7 +370,7 @@ class Conditioned(nn.Module):
 @pytest.mark.parametrize("shape", [(2, 32), (2, 6, 32)])
 def test_a_second_input_that_is_no_stream(shape):
     model, inputs = seeded(Conditioned()), (numbers(2, 6, 32), numbers(*shape, seed=2))
-    assert_weights(capture(model, inputs), own_weights(model, *inputs))
+    assert_weights(capture_batch(model, inputs), own_weights(model, *inputs))
 
 
 class Looked(nn.Module):
@@ -397,7 +397,7 @@ class Looked(nn.Module):
 def test_ids_looked_up_in_any_way(how, dtype):
     ids = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(0)).to(dtype)
     model = seeded(Looked(how))
-    traces = capture(model, ids)
+    traces = capture_batch(model, ids)
     assert_weights(traces, own_weights(model, ids))
     named = {"module": ids, "flipped": ids.flip(1), "cut": ids[:, 1:], "one more": F.pad(ids, (1, 0))}
     if how in named:
@@ -418,7 +418,7 @@ class Tail(nn.Module):
 @pytest.mark.parametrize("how", ["most", "flat", "chosen"])
 def test_what_a_pooled_output_is_read_from(how):
     model, x = seeded(Tail(how)), numbers(2, 6, 32)
-    traces = capture(model, x)
+    traces = capture_batch(model, x)
     with torch.no_grad():
         chosen = model.body(x)[..., 0].argmax(1).tolist()
     expected = [(place,) if how == "chosen" else tuple(range(6)) for place in chosen]
@@ -460,7 +460,7 @@ def test_attention_that_the_output_does_not_draw_on_is_no_layer(place):
     model, x = seeded(Unused(place)), numbers(2, 6, 32)
     own = own_weights(model, x)
     del own[place + 1]
-    assert_weights(capture(model, x), own)
+    assert_weights(capture_batch(model, x), own)
 
 
 class Again(nn.Module):
@@ -486,7 +486,7 @@ class Again(nn.Module):
 def test_the_same_positions_are_no_second_stream(how):
     """Right, or refused; not a graph in which every token stands twice."""
     try:
-        traces = capture(seeded(Again(how)), numbers(2, 6, 32))
+        traces = capture_batch(seeded(Again(how)), numbers(2, 6, 32))
     except ValueError:
         return
     assert len(traces[0].tokens) == 6

@@ -8,9 +8,9 @@ import torch
 import transformers as hf
 
 import attnflow
-from attnflow import capture
+from attnflow import capture, capture_batch
 from families import FAMILIES, IDS, SMALL, TEXT, VISION, images
-from test_capture import as_list, clip, eager_twin, llava, siglip
+from test_capture import clip, eager_twin, llava, siglip
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -25,8 +25,8 @@ def gpt2():
 def test_a_tower_is_what_it_is_alone(case, tower):
     model, inputs = case()
     part = "pixel_values" if tower == "vision_model" else "input_ids"
-    alone = capture(model.get_submodule(tower), {part: inputs[part]})
-    for trace, own in zip(capture(model, inputs, tower=tower), alone, strict=True):
+    alone = capture_batch(model.get_submodule(tower), {part: inputs[part]})
+    for trace, own in zip(capture_batch(model, inputs, tower=tower), alone, strict=True):
         assert (trace.tokens, trace.roles, trace.grid) == (own.tokens, own.roles, own.grid)
         assert len(trace.layers) == len(own.layers)
         for layer, other in zip(trace.layers, own.layers, strict=True):
@@ -83,8 +83,10 @@ def test_keys_of_a_cache_are_positions_of_the_past(kind):
     with torch.no_grad():
         model(ids[:, :2], past_key_values=cache)
     length = int(cache.get_seq_length())
-    whole = capture(model, {"input_ids": ids})
-    for trace, other in zip(capture(model, {"input_ids": ids[:, 2:], "past_key_values": cache}), whole, strict=True):
+    whole = capture_batch(model, {"input_ids": ids})
+    for trace, other in zip(
+        capture_batch(model, {"input_ids": ids[:, 2:], "past_key_values": cache}), whole, strict=True
+    ):
         assert trace.tokens == ("[PAST1]", "[PAST2]", *other.tokens[2:])
         assert (trace.readout, trace.roles[:3]) == (4, ("prefix", "prefix", "text"))
         for layer, own in zip(trace.layers, other.layers, strict=True):
@@ -118,9 +120,9 @@ def test_inputs_in_the_forms_in_which_people_have_them(minilm):
         (torch.nn.DataParallel(model), {"input_ids": IDS}),
         (model, IDS.numpy()),
     ]
-    expected = capture(model, {"input_ids": IDS})
+    expected = capture_batch(model, {"input_ids": IDS})
     for given, inputs in forms:
-        for trace, own in zip(capture(given, inputs), expected, strict=True):
+        for trace, own in zip(capture_batch(given, inputs), expected, strict=True):
             assert trace.tokens == own.tokens
             torch.testing.assert_close(trace.layers[-1].attention(), own.layers[-1].attention())
     assert capture(model, {"input_ids": IDS[0].tolist()}).tokens == expected[0].tokens
@@ -141,7 +143,7 @@ class Features(torch.nn.Module):
 
 
 def test_a_mapping_that_a_model_wants_as_one_argument():
-    assert len(as_list(capture(Features().eval(), {"x": torch.randn(2, 8, 32)}))) == 2
+    assert len(capture_batch(Features().eval(), {"x": torch.randn(2, 8, 32)})) == 2
 
 
 @pytest.mark.parametrize(
@@ -160,8 +162,8 @@ def test_inputs_that_are_none(minilm, inputs, message):
 def test_the_last_logits_alone_are_read_at_the_last_token():
     model, mask = gpt2(), torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
     inputs = {"input_ids": IDS, "attention_mask": mask}
-    every = capture(model, inputs, target=5)
-    for trace, own in zip(capture(model, {**inputs, "logits_to_keep": 1}, target=5), every, strict=True):
+    every = capture_batch(model, inputs, target=5)
+    for trace, own in zip(capture_batch(model, {**inputs, "logits_to_keep": 1}, target=5), every, strict=True):
         assert trace.target["score"] == pytest.approx(own.target["score"], abs=1e-5)
     right = {"input_ids": IDS, "attention_mask": mask.flip(1), "logits_to_keep": 1}
     with pytest.raises(ValueError, match="logits of 1 tokens, and the last token of an example is not among them"):
@@ -176,16 +178,16 @@ def test_what_is_read_is_not_recalled_from_inputs_of_the_same_shape(lengths):
     for own in (lengths, lengths[::-1], lengths):
         mask = (torch.arange(7) < torch.tensor(own)[:, None]).long()
         inputs = {"input_ids": IDS * mask, "attention_mask": mask}
-        assert [trace.readout for trace in capture(model, inputs)] == [length - 1 for length in own]
-        assert [trace.reads for trace in capture(model, inputs, target=1)] == [(length - 1,) for length in own]
+        assert [trace.readout for trace in capture_batch(model, inputs)] == [length - 1 for length in own]
+        assert [trace.reads for trace in capture_batch(model, inputs, target=1)] == [(length - 1,) for length in own]
 
 
 def test_a_model_is_captured_under_inference_mode():
     torch.manual_seed(0)
     model = hf.BertForSequenceClassification(hf.BertConfig(**TEXT)).eval()
     with torch.inference_mode():
-        assert capture(model, {"input_ids": IDS})[0].reads == (0,)
-        assert capture(model, {"input_ids": IDS.clone()}, target=0)[0].layers[0].gradient.of([0]).abs().max() > 0
+        assert capture_batch(model, {"input_ids": IDS})[0].reads == (0,)
+        assert capture_batch(model, {"input_ids": IDS.clone()}, target=0)[0].layers[0].gradient.of([0]).abs().max() > 0
 
 
 def test_generation_that_cannot_go_on_says_so():
@@ -193,7 +195,7 @@ def test_generation_that_cannot_go_on_says_so():
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, n_positions=12)).eval()
     with pytest.raises(ValueError, match="cannot write so far: it ran past its table of positions"):
         capture(model, {"input_ids": IDS[:1]}, generate={"max_new_tokens": 20, "do_sample": False, "eos_token_id": 98})
-    assert len(capture(model, {"input_ids": IDS}, generate=2)) == 2
+    assert len(capture_batch(model, {"input_ids": IDS}, generate=2)) == 2
 
 
 def test_a_mixer_between_eager_layers_is_named():
@@ -216,16 +218,16 @@ def test_a_mixer_between_eager_layers_is_named():
 def test_pooled_outputs_say_which_positions_they_are_read_from():
     torch.manual_seed(0)
     pooled = hf.BertForSequenceClassification(hf.BertConfig(**TEXT, num_labels=3)).eval()
-    assert capture(pooled, {"input_ids": IDS})[0].reads == (0,)
+    assert capture_batch(pooled, {"input_ids": IDS})[0].reads == (0,)
     causal = hf.GPT2ForSequenceClassification(hf.GPT2Config(**GPT2, pad_token_id=0)).eval()
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0]])
-    traces = capture(causal, {"input_ids": IDS * mask, "attention_mask": mask})
+    traces = capture_batch(causal, {"input_ids": IDS * mask, "attention_mask": mask})
     assert [trace.reads for trace in traces] == [(6,), (3,)]
     whole = hf.Dinov2ForImageClassification(hf.Dinov2Config(**SMALL, image_size=32, patch_size=8)).eval()
-    trace = capture(whole, {"pixel_values": images()})[0]  # its head takes [CLS] beside the mean of the patches
+    trace = capture_batch(whole, {"pixel_values": images()})[0]  # its head takes [CLS] beside the mean of the patches
     assert (trace.reads, trace.readout) == (tuple(range(17)), None)
     average = hf.ViTModel(hf.ViTConfig(**VISION), add_pooling_layer=False).eval()
-    assert capture(average, images())[0].reads is None
+    assert capture_batch(average, images())[0].reads is None
 
 
 def test_without_a_proof_windows_are_refused_and_stacks_assumed():
@@ -233,7 +235,7 @@ def test_without_a_proof_windows_are_refused_and_stacks_assumed():
     with pytest.raises(ValueError, match="can only be asked of the model: leave prove=False and weights= out"):
         capture(swin, inputs, prove=False)
     model, inputs, _ = FAMILIES["bert"]()
-    assumed, proved = capture(model, inputs, prove=False)[0], capture(model, inputs)[0]
+    assumed, proved = capture_batch(model, inputs, prove=False)[0], capture_batch(model, inputs)[0]
     assert assumed.model["proofs"]["isolation"] == "assumed (prove=False)"
     torch.testing.assert_close(assumed.layers[-1].attention(), proved.layers[-1].attention())
 
@@ -253,7 +255,7 @@ def test_padding_is_hidden_example_by_example_where_heads_come_first():
 
     visible = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
     torch.manual_seed(0)
-    traces = capture(HeadsFirst().eval(), {"x": torch.randn(3, 6, 32), "visible": visible})
+    traces = capture_batch(HeadsFirst().eval(), {"x": torch.randn(3, 6, 32), "visible": visible})
     assert [trace.layers[0].shape for trace in traces] == [(4, 6, 6), (4, 4, 4), (4, 2, 2)]
 
 
@@ -275,7 +277,7 @@ def test_a_mixer_that_was_allowed_stands_in_every_caption():
 
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="^rolled moves information between positions"):
-        trace = capture(Mixed().eval(), {"input_ids": IDS}, mixers="allow")[0]
+        trace = capture_batch(Mixed().eval(), {"input_ids": IDS}, mixers="allow")[0]
     relevance = attnflow.rollout(trace, query=0)
     assert relevance.recipe["model"]["proofs"]["mixers"] == "rolled"
     for said in (wording.caption(relevance), wording.method_and_query(relevance)):

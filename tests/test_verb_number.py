@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from attnflow import METHODS, baselines, capture, cli
+from attnflow import baselines, capture_batch, cli
 from attnflow.faithfulness import metrics
 from attnflow.studies import record
 from attnflow.studies.verb_data import UNKNOWN, lessons, read
-from attnflow.studies.verb_measure import COLUMN_SUM, GRADIENTS, REFERENCES, correlations, measure
+from attnflow.studies.verb_measure import COLUMN_SUM, GRADIENTS, MEASURED, REFERENCES, correlations, measure
 from attnflow.studies.verb_measure import gradients as input_gradients
 from attnflow.studies.verb_number import CHOSEN
 from attnflow.studies.verb_training import Recipe, load_checkpoint, save_checkpoint, train
@@ -75,7 +75,7 @@ def test_blank_out_and_gradients_are_those_of_the_library(trained, sentences):
         return trained(cases).double().softmax(-1)[:, int(one.plural)].numpy()
 
     np.testing.assert_allclose(found.references[0], np.abs(metrics.blank_out(score, ids.shape[1])), atol=1e-7)
-    trace, inputs = capture(trained.model, ids), {"input_ids": ids}
+    trace, inputs = capture_batch(trained.model, ids), {"input_ids": ids}
     expected = {
         "norm": baselines.gradient_norm(trace, trained.model, inputs, target=lambda out: out[:, 0] - out[:, 1]),
         "norm, of the logit": baselines.gradient_norm(trace, trained.model, inputs),
@@ -90,7 +90,7 @@ def test_blank_out_and_gradients_are_those_of_the_library(trained, sentences):
 
 def test_the_gradient_of_the_difference_ranks_words_as_that_of_the_probabilities_does(trained, sentences):
     ids = trained.ids([next(one.words for one in sentences.test if len(one.words) > 4)])
-    trace, inputs = capture(trained.model, ids), {"input_ids": ids}
+    trace, inputs = capture_batch(trained.model, ids), {"input_ids": ids}
     of_chances = baselines.gradient_norm(
         trace, trained.model, inputs, target=lambda out: out.softmax(-1)[:, 0] - out.softmax(-1)[:, 1]
     ).row
@@ -136,10 +136,10 @@ def test_the_command_writes_everything(data, tmp_path, monkeypatch, capsys):
     for by_side in found.tables["correlations"].values():
         for side, by_reference in by_side.items():
             for numbers in by_reference.values():
-                first = {name: numbers[name]["mean"][0] for name in METHODS}
+                first = {name: numbers[name]["mean"][0] for name in MEASURED}
                 assert first["rollout"] == first["flow"]
                 assert side == "CLS inside" or first["raw"] == first["rollout"]
-                assert all(len(numbers[name]["mean"]) == 6 for name in METHODS)
+                assert all(len(numbers[name]["mean"]) == 6 for name in MEASURED)
                 assert -1 <= numbers[COLUMN_SUM]["mean"][0] <= 1
     assert all(sentence in (written / "verb-number.md").read_text() for sentence in found.words)
 

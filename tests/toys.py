@@ -1,8 +1,13 @@
 """Toy models of 32 numbers a token that keep what they attended to, and parts that mix positions or do not."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import attnflow
+from attnflow.graph import attention_graph
+from attnflow.propagate.flow import flow as flow_of_arrays
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 WORDS = {**SMALL, "vocab_size": 99, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -210,3 +215,16 @@ class Lawful(nn.Module):
 
 
 LAWFUL = [name for name in vars(Lawful) if not name.startswith("_") and name != "forward"]
+
+
+def assert_left_out_positions_have_no_limit(trace, query):
+    """Flow through edges of any size is that of the graph in which a position that is left out carries any amount."""
+    settings = {"head_fusion": "max", "residual": 0, "query": query}
+    graph = attention_graph(trace, **settings)
+    below = [layer.matrix().numpy() for layer in graph.below(graph.explained[-1])]
+    for rows, layer in zip(below, trace.layers, strict=False):
+        rows[layer.left_out, layer.left_out] = 100.0
+    top = graph.top(graph.explained[-1]).numpy()
+    expected = flow_of_arrays(top, below).values
+    assert top.sum() > 1
+    np.testing.assert_allclose(attnflow.flow(trace, **settings).scores, expected, rtol=1e-9)

@@ -12,25 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnflow.baselines import BASELINES
-    from attnflow.capturing import capture
+    from attnflow.capturing import capture, capture_batch
     from attnflow.capturing.arrays import load
+    from attnflow.edges import EDGES
+    from attnflow.explaining import explain
     from attnflow.faithfulness.metrics import METRICS
     from attnflow.faithfulness.results import Evaluation
     from attnflow.faithfulness.run import evaluate
-    from attnflow.methods import METHODS, flow, flow_bounds, raw, rollout
+    from attnflow.methods import METHODS, flow, flow_bounds, raw, relevance, rollout
+    from attnflow.propagate.carriers import CARRIERS
     from attnflow.relevance import Relevance
     from attnflow.routes import group_flow, min_cut, paths
     from attnflow.trace import Trace
 
 __all__ = [
     "BASELINES",
+    "CARRIERS",
+    "EDGES",
     "METHODS",
     "METRICS",
     "Evaluation",
     "Relevance",
     "Trace",
     "capture",
+    "capture_batch",
     "evaluate",
+    "explain",
     "flow",
     "flow_bounds",
     "group_flow",
@@ -38,18 +45,23 @@ __all__ = [
     "min_cut",
     "paths",
     "raw",
+    "relevance",
     "rollout",
 ]
 
 _HOME = {
     "BASELINES": "attnflow.baselines",
+    "CARRIERS": "attnflow.propagate.carriers",
+    "EDGES": "attnflow.edges",
     "Evaluation": "attnflow.faithfulness.results",
     "METRICS": "attnflow.faithfulness.metrics",
     "evaluate": "attnflow.faithfulness.run",
+    "explain": "attnflow.explaining",
     "METHODS": "attnflow.methods",
     "Relevance": "attnflow.relevance",
     "Trace": "attnflow.trace",
     "capture": "attnflow.capturing",
+    "capture_batch": "attnflow.capturing",
     "flow": "attnflow.methods",
     "flow_bounds": "attnflow.methods",
     "group_flow": "attnflow.routes",
@@ -57,6 +69,7 @@ _HOME = {
     "min_cut": "attnflow.routes",
     "paths": "attnflow.routes",
     "raw": "attnflow.methods",
+    "relevance": "attnflow.methods",
     "rollout": "attnflow.methods",
 }
 

@@ -5,8 +5,9 @@ Arrays are ordered (head, query, key).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,8 @@ class AttentionCall:
     gradient: WeightsGradient | None = None
     pools: bool = False
 
+    left_out: tuple[int, ...] = field(default=(), init=False)
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """(head, query, key)."""
@@ -81,17 +84,21 @@ class AttentionCall:
         weights = logits.softmax(-1)
         return weights if seen == count else torch.nn.functional.pad(weights, (0, count - seen))
 
-    def evenly(self) -> AttentionCall:
-        """The same call, of one head, if its queries attended evenly to all that any head lets them attend to."""
-        mask = self.mask
-        if mask is not None and mask.dtype.is_floating_point:
-            mask = mask > HIDDEN
-        if mask is not None:
-            mask = mask.any(0, keepdim=True)
-        queries, keys = self.shape[1:]
-        return replace(
-            self, q=self.q.new_zeros(1, queries, 1), k=self.k.new_zeros(1, keys, 1), mask=mask, gradient=None
-        )
+    def visible(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """Bool (1, query, key), True where any head lets a query attend."""
+        import torch
+
+        wanted = torch.arange(self.shape[1], device=self.q.device)[queries]
+        keys = torch.arange(self.shape[2], device=self.q.device)
+        allowed = (keys <= (wanted[:, None] if self.causal else len(keys)))[None]
+        if self.mask is None:
+            return allowed.expand(1, len(wanted), -1)
+        mask = self.mask[:, wanted] if self.mask.shape[1] > 1 else self.mask
+        return allowed & (mask if mask.dtype == torch.bool else mask > HIDDEN).any(0, keepdim=True)
+
+    def edges(self, weigh: Weigh, queries: list[int], *, shares: bool) -> torch.Tensor:
+        """As `Layer.edges`."""
+        return weigh(self, queries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +114,8 @@ class AttentionWeights:
     captured: bool = False
     gradient: WeightsGradient | None = None
     pools: bool = False
+
+    left_out: tuple[int, ...] = field(default=(), init=False)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -124,19 +133,25 @@ class AttentionWeights:
         """The attention weights (head, query, key) of some queries, as they were given."""
         return self.weights[:, queries]
 
-    def evenly(self) -> AttentionWeights:
-        """The same if its queries attended evenly to all that any head of theirs attends to."""
-        import torch
+    def visible(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """Bool (1, query, key), True where any head of a query attends."""
+        return (self.weights[:, queries] != 0).any(0, keepdim=True)
 
-        allowed = (self.weights != 0).any(0, keepdim=True).to(torch.promote_types(self.weights.dtype, torch.float32))
-        return replace(self, weights=allowed / allowed.sum(-1, keepdim=True).clamp_min(1), gradient=None)
+    def edges(self, weigh: Weigh, queries: list[int], *, shares: bool) -> torch.Tensor:
+        """As `Layer.edges`."""
+        return weigh(self, queries)
+
+
+# One call of a model, and a function that weighs the edges (head or 1, query, key) of some of its queries.
+AttentionLike: TypeAlias = AttentionCall | AttentionWeights
+Weigh: TypeAlias = Callable[[AttentionLike, list[int]], "torch.Tensor"]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
     """One call of a `PlacedLayer`: the positions of its queries and of its keys, in their order."""
 
-    layer: AttentionCall | AttentionWeights
+    layer: AttentionLike
     queries: tuple[int, ...]
     keys: tuple[int, ...]
 
@@ -168,9 +183,9 @@ class PlacedLayer:
         return self.parts[0].layer.shape[0], self.size, self.size
 
     @property
-    def passes_on(self) -> bool:
-        """Whether some positions attend to themselves alone, since the layer leaves them out."""
-        return len(set().union(*(part.queries for part in self.parts))) < self.size
+    def left_out(self) -> tuple[int, ...]:
+        """The positions that are the query of no part, in order."""
+        return tuple(sorted(set(range(self.size)).difference(*(part.queries for part in self.parts))))
 
     @property
     def causal(self) -> bool:
@@ -185,27 +200,32 @@ class PlacedLayer:
         ahead = [part.layer.attention([row])[..., part.queries[row] + 1 :] for row in rows]
         return not any(bool(weights.any()) for weights in ahead)
 
-    pools: ClassVar[bool] = False
+    pools: bool = field(default=False, init=False)
 
     def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
-        """The weights (head, query, key) of some queries; those outside all parts attend to themselves."""
+        """The weights (head, query, key) of some queries; those that are left out attend to themselves."""
         wanted = list(range(self.size))[queries] if isinstance(queries, slice) else queries
-        placed = self.parts[0].layer.attention([]).new_zeros(self.shape[0], len(wanted), self.size)
-        copies = placed.new_zeros(len(wanted))
+        return self.edges(lambda call, rows: call.attention(rows), wanted, shares=True)
+
+    def edges(self, weigh: Weigh, queries: list[int], *, shares: bool) -> torch.Tensor:
+        """As `Layer.edges`."""
+        placed: torch.Tensor | None = None
+        copies = [0] * len(queries)
         for part in self.parts:
             own = {position: token for token, position in enumerate(part.queries)}
-            rows = [row for row, query in enumerate(wanted) if query in own]
+            rows = [row for row, query in enumerate(queries) if query in own]
+            weights = weigh(part.layer, [own[queries[row]] for row in rows])
+            if placed is None:
+                placed = weights.new_zeros(weights.shape[0], len(queries), self.size)
             if rows:
-                attention = part.layer.attention([own[wanted[row]] for row in rows])
-                placed[:, [[row] for row in rows], list(part.keys)] += attention
-                copies[rows] += 1
-        outside = (copies == 0).nonzero().flatten().tolist()
-        placed[:, outside, [wanted[row] for row in outside]] = 1
-        return placed if int(copies.max() if len(wanted) else 0) < 2 else placed / copies.clamp(min=1)[:, None]
-
-    def evenly(self) -> PlacedLayer:
-        """The same if the queries of every part attended evenly."""
-        return replace(self, parts=tuple(replace(part, layer=part.layer.evenly()) for part in self.parts))
+                placed[:, [[row] for row in rows], list(part.keys)] += weights
+                copies = [count + (query in own) for count, query in zip(copies, queries, strict=True)]
+        assert placed is not None  # a layer has parts
+        outside = [row for row, count in enumerate(copies) if not count]
+        placed[:, outside, [queries[row] for row in outside]] = 1
+        if shares and max(copies, default=0) > 1:
+            placed = placed / placed.new_tensor(copies).clamp(min=1)[:, None]
+        return placed
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +246,9 @@ class MergingLayer:
         """(head, query, key), of one head."""
         return 1, len(self.parts), self.size
 
-    causal: ClassVar[bool] = False
-    pools: ClassVar[bool] = True
+    causal: bool = field(default=False, init=False)
+    pools: bool = field(default=True, init=False)
+    left_out: tuple[int, ...] = field(default=(), init=False)
 
     def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
         """The shares (head, query, key) of some queries; rows sum to 1."""
@@ -239,9 +260,38 @@ class MergingLayer:
             shares[0, row, list(self.parts[query])] = 1 / len(self.parts[query])
         return shares
 
-    def evenly(self) -> MergingLayer:
-        """The layer itself: it draws evenly on what it merges."""
-        return self
+    def edges(self, weigh: Weigh, queries: list[int], *, shares: bool) -> torch.Tensor:
+        """The shares, whatever weighs the edges of attention."""
+        return self.attention(queries)
 
 
-Layer: TypeAlias = AttentionCall | AttentionWeights | PlacedLayer | MergingLayer
+class Layer(Protocol):
+    """What a trace, an attention graph and its methods know of a layer.
+
+    name: of the module. shape: (head, query, key). causal: whether it is square and never looks ahead. pools: whether
+    its queries are no positions of the layer below, so that no residual joins them. left_out: positions that the layer
+    does not concern: what they hold goes on as it is.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def pools(self) -> bool: ...
+    @property
+    def left_out(self) -> tuple[int, ...]: ...
+
+    def attention(self, queries: slice | list[int] = slice(None)) -> torch.Tensor:
+        """The attention weights (head, query, key) of some queries."""
+        ...
+
+    def edges(self, weigh: Weigh, queries: list[int], *, shares: bool) -> torch.Tensor:
+        """The edges (head or 1, query, key) of some queries as a function of single calls weighs them.
+
+        Positions that are left out have 1 to themselves. shares: a position that several calls concern, as copies of it
+        do, has the mean of their edges, else the sum.
+        """
+        ...

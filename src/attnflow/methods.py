@@ -3,115 +3,157 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from attnflow.graph import AttentionGraph, LayerChoice, attention_graph
-from attnflow.layers import PlacedLayer
-from attnflow.mixing import ROW_SUM_TOLERANCE, HeadFusion, Transition
+from attnflow.edges import EDGES
+from attnflow.graph import AttentionGraph, Settings, attention_graph
 from attnflow.propagate import flow as _flow
-from attnflow.propagate import rollout as _rollout
-from attnflow.relevance import Relevance
-from attnflow.trace import Query, Trace
-
-Carry: TypeAlias = Callable[[Any, Sequence[Transition]], Any]
+from attnflow.propagate.carriers import CARRIERS, capacities
+from attnflow.relevance import Relevance, Rows
+from attnflow.trace import Trace
 
 
-def raw(
-    attention: Trace | Any,
-    *,
-    query: Query = None,
-    layer: LayerChoice = -1,
-    head: int | None = None,
-    head_fusion: HeadFusion = "mean",
-    residual: float = 0.0,
-    receptive_field: bool = False,
-) -> Relevance:
-    """Raw attention: the weights of one layer, whatever the layers below it did.
+@dataclass(frozen=True)
+class Method:
+    """One row of the table: what an edge weighs, how edges are carried to the input, and where it was published.
 
-    The settings are those of `rollout`, but a residual is added on request only. Scores are those of the layer's own
-    keys; rows sum to 1 for the mean over heads.
+    edges: a name in `EDGES`; carry: a name in `CARRIERS`; settings: where they differ from those of the edges.
     """
-    return _explain(
-        "raw",
-        _rollout.raw,
-        attention,
-        query=query,
-        layer=layer,
-        start_layer=None,
-        head=head,
-        head_fusion=head_fusion,
-        residual=residual,
-        receptive_field=receptive_field,
-    )
+
+    edges: str
+    carry: str
+    source: str
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a trace must hold: the "gradient" of a target."""
+        return EDGES[self.edges].needs
+
+    @property
+    def carried(self) -> str:
+        """How edges are carried, in words."""
+        return CARRIERS[self.carry].what
+
+    @property
+    def formula(self) -> str:
+        """The edges with what stands beside them."""
+        edges = EDGES[self.edges]
+        residual = self.settings.get("residual", edges.residual)
+        mean = edges.formula if edges.formula.startswith("abs") else f"mean over heads of {edges.formula}"
+        if residual == "add":
+            mean = f"I + {mean}"
+        elif residual:
+            mean = f"{1 - residual:g} ({mean}) + {residual:g} I"
+        return f"{mean}, rows normalised" if self.settings.get("row_normalised") else mean
 
 
-def rollout(
+METHODS: dict[str, Method] = {
+    "raw": Method("attention", "layer", "Vaswani et al. 2017", {"residual": 0.0}),
+    "rollout": Method("attention", "product", "Abnar & Zuidema 2020"),
+    "flow": Method("attention", "flow", "Abnar & Zuidema 2020"),
+    "gradient-flow": Method("gradient-x-attention", "flow", "attnflow"),
+    "gradient-sum-over-layers": Method("gradient-x-attention", "sum", "attnflow", {"residual": 0.0}),
+    "signed-gradient-sum-over-layers": Method("signed-gradient-x-attention", "sum", "attnflow", {"residual": 0.0}),
+    "size-of-gradient-sum-over-layers": Method("size-of-gradient-x-attention", "sum", "attnflow", {"residual": 0.0}),
+    "gradient-rollout": Method(
+        "gradient-x-attention", "product", "Gildenblat 2020 (vit-explain)", {"row_normalised": True}
+    ),
+    "legrad": Method("gradient", "sum", "Bousselham et al. 2025", {"residual": 0.0}),
+    "gmar": Method("gradient-weighted-heads", "product", "Jo et al. 2025"),
+}
+
+
+def relevance(
     attention: Trace | Any,
+    method: str | None = None,
     *,
-    query: Query = None,
-    layer: LayerChoice = -1,
-    start_layer: int = 0,
-    head: int | None = None,
-    head_fusion: HeadFusion = "mean",
-    residual: float | None = None,
+    edges: str | None = None,
+    carry: str | None = None,
     receptive_field: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+    **settings: Unpack[Settings],
 ) -> Relevance:
-    """Attention rollout: the product of the layers' transitions (Abnar & Zuidema 2020, section 3, equation 1).
+    """The relevance of each input token, by a method of `METHODS`, or by any edges carried in any way.
 
     attention: a `Trace`, or arrays in any layout that `Trace.from_arrays` takes.
-    query: the queries to explain: a position, several, a token such as "[CLS]", or None for all; where the model wrote
-    tokens itself, "generated" gives the rows that wrote each of them, under the name and place of what they wrote.
-    layer: the layer whose output is explained, counted from 0 at the input, negative from the top; "all" gives scores
-    (layer, query, token). start_layer: the lowest layer taken in; scores are those of the positions that enter it.
-    head: explain one head: its own matrix in the explained layer, the fusion of heads below (appendix A.1).
-    head_fusion: over heads, "mean" (the paper's), "max" or "min".
-    residual: the weight of the identity in each transition. None is 0.5, the paper's, for a trace, and 0 for arrays,
-    which are taken as the edges of the graph as they stand.
-    receptive_field: divide each score R(q, t) by R0(q, t), the score it would have if every layer attended evenly to
-    all that its mask lets it see: A0(i, j) = 1 / |visible(i)| for visible j. In a causal model early tokens are reached
-    over more routes and score high wherever the model looks (section 6 asks for such a normalisation and
-    gives no formula; this one is ours): 1 then means as much as the place alone explains. Rows no longer sum to 1.
+    method: a row of `METHODS`. edges, carry: names in `EDGES` and `CARRIERS`, instead of a method or of its own.
+    receptive_field: divide each score R(q, t) by R0(q, t), the score under uniform attention within the same masks:
+    A0(i, j) = 1 / |visible(i)| for visible j. In a causal model early tokens are reached over more routes and score
+    high wherever the model looks (section 6 of Abnar & Zuidema asks for such a normalisation and gives no formula; this
+    one is ours): 1 then means as much as the place alone explains. Rows no longer sum to 1.
+    progress: called now and then with the pairs done and the pairs in all. settings: see `Settings`.
+
+    Scores are (query, token), or (layer, query, token) for layer="all", not normalised.
+
+    Raises ValueError, before any work, for unknown names and settings out of range, for edges that need what the trace
+    does not hold, and for attention on which the method is not defined; MemoryError for more than fits into memory.
+
+    >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
+    >>> relevance([lower, upper], edges="attention", carry="product", query=0).scores.round(2).tolist()
+    [[0.5, 0.5]]
+    """
+    row = _row(method, edges, carry)
+    carrier, weighed = CARRIERS[row.carry], EDGES[row.edges]
+    if weighed.signed and not carrier.signed:
+        raise ValueError(
+            f"{row.edges} edges may be negative, which {carrier.what} cannot carry; use edges of 0 or more"
+        )
+    if receptive_field and row.edges != "attention":
+        raise ValueError(f"receptive_field compares attention with uniform attention; {row.edges} has no such field")
+    if carrier.one_layer:
+        if "start_layer" in settings:
+            raise ValueError(f"{method or row.carry} takes in one layer alone, so that start_layer has no part in it")
+        settings["start_layer"] = None
+    graph = attention_graph(attention, row.edges, **{**row.settings, **settings})  # pyright: ignore[reportArgumentType]
+    graph.check_room(whole_layers=carrier.whole)
+    name = method if edges is None and carry is None and method else f"{row.edges} by {row.carry}"
+    carried = carrier.carry(graph, progress)
+    found = relevance_of(name, graph, carried.scores, rows=carrier.rows)
+    if receptive_field:
+        even = carrier.carry(graph.uniform(), progress)
+        found = found.by_receptive_field(relevance_of(name, graph, even.scores, rows=carrier.rows))
+    if not any(carried.checks):
+        return found
+    return found.with_checks({"layers": carried.checks} if graph.settings["layer"] == "all" else carried.checks[0])
+
+
+def raw(attention: Trace | Any, *, receptive_field: bool = False, **settings: Unpack[Settings]) -> Relevance:
+    """Raw attention: the weights of one layer, whatever the layers below it did.
+
+    The settings are those of `Settings`, but a residual is added on request only, and start_layer has no part. Scores
+    are those of the layer's own keys; rows sum to 1 for the mean over heads.
+    """
+    return relevance(attention, "raw", receptive_field=receptive_field, **settings)
+
+
+def rollout(attention: Trace | Any, *, receptive_field: bool = False, **settings: Unpack[Settings]) -> Relevance:
+    """Attention rollout: the product of the layers' transitions (Abnar & Zuidema 2020, section 3, equation 1).
+
+    attention: a `Trace`, or arrays in any layout that `Trace.from_arrays` takes. The settings are those of `Settings`;
+    receptive_field and errors are those of `relevance`.
 
     Rows sum to 1 where the transitions' rows do; nothing is renormalised, where the official code divides again.
-
-    Raises ValueError for a setting out of range, or attention on which the method is not defined; MemoryError, before
-    any work, for more rows than fit into memory.
 
     >>> import attnflow
     >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
     >>> attnflow.rollout([lower, upper], query=0).scores.round(2).tolist()
     [[0.5, 0.5]]
     """
-    return _explain(
-        "rollout",
-        _rollout.rollout,
-        attention,
-        query=query,
-        layer=layer,
-        start_layer=start_layer,
-        head=head,
-        head_fusion=head_fusion,
-        residual=residual,
-        receptive_field=receptive_field,
-    )
+    return relevance(attention, "rollout", receptive_field=receptive_field, **settings)
 
 
 def flow(
     attention: Trace | Any,
     *,
-    query: Query = None,
-    layer: LayerChoice = -1,
-    start_layer: int = 0,
-    head: int | None = None,
-    head_fusion: HeadFusion = "mean",
-    residual: float | None = None,
     receptive_field: bool = False,
     progress: Callable[[int, int], object] | None = None,
+    **settings: Unpack[Settings],
 ) -> Relevance:
     """Attention flow: the maximum flow from each query to each input token (Abnar & Zuidema 2020, section 3).
 
@@ -120,7 +162,7 @@ def flow(
     code divides each query's row by its sum). How they are known, and the share that is saturated, so that the
     layers between no longer matter, stand in `recipe["checks"]`, per layer for layer="all". It runs on the CPU.
 
-    The settings are those of `rollout`. progress: called now and then with the pairs done and the pairs in all.
+    The settings are those of `Settings`. progress: called now and then with the pairs done and the pairs in all.
     Raises MemoryError, before any work, for more than fits into memory; `flow_bounds` takes far less time.
 
     >>> import attnflow
@@ -128,55 +170,36 @@ def flow(
     >>> attnflow.flow([lower, upper]).scores.round(2).tolist()
     [[0.2]]
     """
-    graph = attention_graph(
-        attention,
-        query=query,
-        layer=layer,
-        start_layer=start_layer,
-        head=head,
-        head_fusion=head_fusion,
-        residual=residual,
-    )
-    results = _flow.flow_of_layers(*capacities(graph), progress=progress)
-    checks = [result.checks() for result in results]
-    relevance = relevance_of("flow", graph, [result.values for result in results])
-    if receptive_field:
-        field = _flow.flow_of_layers(*capacities(graph.evenly()), progress=progress)
-        relevance = relevance.by_receptive_field(relevance_of("flow", graph, [result.values for result in field]))
-    return relevance.with_checks({"layers": checks} if layer == "all" else checks[0])
+    return relevance(attention, "flow", receptive_field=receptive_field, progress=progress, **settings)
+
+
+class FlowBounds(NamedTuple):
+    """Two answers that the flow lies between; see `flow_bounds`."""
+
+    lower: Relevance
+    upper: Relevance
 
 
 def flow_bounds(
     attention: Trace | Any,
     *,
-    query: Query = None,
-    layer: int = -1,
-    start_layer: int = 0,
-    head: int | None = None,
-    head_fusion: HeadFusion = "mean",
-    residual: float | None = None,
+    edges: str = "attention",
     progress: Callable[[int, int], object] | None = None,
+    **settings: Unpack[Settings],
 ) -> FlowBounds:
     """What attention flow lies between, for thousands of tokens: `flow` without its search.
 
     lower: the values of flows that were found in bulk. upper: bounds that need no flow, and that deep real attention
     nearly always meets. Where both are equal, that is the flow; `lower.recipe["checks"]` tells the share of such pairs
-    ("exact"), and the mean and the widest gap as shares of the upper bound. The settings are those of `flow`.
+    ("exact"), and the mean and the widest gap as shares of the upper bound. edges: a name in `EDGES`. The settings are
+    those of `flow`, for one layer.
 
     >>> lower, upper = [[0.1], [0.1], [0.0]], [[0.1, 0.1, 0.8]]
     >>> bounds = flow_bounds([lower, upper])
     >>> bounds.lower.scores.round(2).tolist(), bounds.upper.scores.round(2).tolist()
     ([[0.2]], [[0.2]])
     """
-    graph = attention_graph(
-        attention,
-        query=query,
-        layer=layer,
-        start_layer=start_layer,
-        head=head,
-        head_fusion=head_fusion,
-        residual=residual,
-    )
+    graph = flow_graph(attention, edges, settings)
     (top,), below = capacities(graph)
     lower, upper = _flow.flow_bounds(top, below, progress=progress)
     gap = np.divide(upper - lower, upper, out=np.zeros_like(upper), where=upper > 0)
@@ -193,98 +216,51 @@ def flow_bounds(
     )
 
 
-class FlowBounds(NamedTuple):
-    """Two answers that the flow lies between; see `flow_bounds`."""
-
-    lower: Relevance
-    upper: Relevance
-
-
-@dataclass(frozen=True)
-class Method:
-    """One row of the table: what an edge weighs, how edges are carried to the input, and where it was published."""
-
-    function: Callable[..., Relevance]
-    edges: str
-    carried: str
-    source: str
+def flow_graph(attention: Trace | Any, edges: str, settings: Settings) -> AttentionGraph:
+    """The graph of edges that can be capacities, of one explained layer, with room for all of its layers."""
+    if settings.get("layer") == "all":
+        raise ValueError('layer="all" cannot be had here: give one layer, such as -1')
+    return whole_graph(attention, edges, settings)
 
 
-METHODS: dict[str, Method] = {
-    "raw": Method(raw, "mean over heads of A", "one layer", "Vaswani et al. 2017"),
-    "rollout": Method(rollout, "0.5 (mean over heads of A) + 0.5 I", "product", "Abnar & Zuidema 2020"),
-    "flow": Method(flow, "0.5 (mean over heads of A) + 0.5 I", "maximum flow", "Abnar & Zuidema 2020"),
-}
-
-
-def _explain(
-    method: str,
-    carry: Carry,
-    attention: Trace | Any,
-    *,
-    query: Query,
-    layer: LayerChoice,
-    start_layer: int | None,
-    head: int | None,
-    head_fusion: HeadFusion,
-    residual: float | None,
-    receptive_field: bool,
-) -> Relevance:
-    """Carry the edges of the explained layers down through the graph below them, and write the recipe."""
-    graph = attention_graph(
-        attention,
-        query=query,
-        layer=layer,
-        start_layer=start_layer,
-        head=head,
-        head_fusion=head_fusion,
-        residual=residual,
-    )
-    relevance = relevance_of(method, graph, _carried(carry, graph))
-    if receptive_field:
-        return relevance.by_receptive_field(relevance_of(method, graph, _carried(carry, graph.evenly())))
-    return relevance
-
-
-def _carried(carry: Carry, graph: AttentionGraph) -> list[Any]:
-    """The scores (query, token) of each explained layer."""
-    graph.check_room(whole_layers=False)
-    return [carry(graph.top(number), graph.below(number)) for number in graph.explained]
-
-
-def capacities(graph: AttentionGraph) -> tuple[list[Any], list[Any]]:
-    """The rows (query, key) of each explained layer, and the layers below the topmost, as `flow_of_layers` takes them.
-
-    Raises MemoryError where they cannot fit; ValueError where positions that pass on 1, since a layer below leaves them
-    out, would limit a flow.
-    """
+def whole_graph(attention: Trace | Any, edges: str, settings: Settings) -> AttentionGraph:
+    """The graph of edges that can be capacities, with room for all of its layers."""
+    graph = attention_graph(attention, edges, **settings)
+    if graph.edges.signed:
+        raise ValueError(f"{edges} edges may be negative, which {CARRIERS['flow'].what} cannot carry")
     graph.check_room(whole_layers=True)
-    below = graph.below(graph.explained[-1])
-    tops = [graph.top(number) for number in graph.explained]
-    highest = max(float(top.sum(-1).max()) for top in tops)
-    if highest > 1 + ROW_SUM_TOLERANCE and any(
-        isinstance(one.layer, PlacedLayer) and one.layer.passes_on for one in below
-    ):
-        raise ValueError(
-            f"a row of the explained layer sums to {highest:.4g}, more than the 1 that positions left out of a "
-            "layer pass on; use a residual, or head_fusion='mean'"
-        )
-    return tops, [transition.matrix() for transition in below]
+    return graph
 
 
-def relevance_of(method: str, graph: AttentionGraph, rows: Sequence[Any]) -> Relevance:
-    """The answer of a method, from the scores (query, token) of each explained layer, with its recipe."""
-    scores = np.stack([np.asarray(row.cpu() if hasattr(row, "cpu") else row, dtype=np.float64) for row in rows])
+def _row(method: str | None, edges: str | None, carry: str | None) -> Method:
+    """The row that is asked for, all names checked."""
+    if method is None and (edges is None or carry is None):
+        raise ValueError("give a method, or edges and carry; attnflow.METHODS, EDGES and CARRIERS list them")
+    for what, name, table in (("method", method, METHODS), ("edges", edges, EDGES), ("carry", carry, CARRIERS)):
+        if name is not None and name not in table:
+            raise ValueError(f"{what} {name!r} is unknown; choose one of {', '.join(table)}")
+    own = METHODS[method] if method is not None else None
+    if own is None or edges is not None:  # other edges have residuals of their own
+        return Method(edges or own.edges, carry or own.carry, "")  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
+    return own if carry is None else Method(own.edges, carry, "", own.settings)
+
+
+def relevance_of(method: str, graph: AttentionGraph, scores: Sequence[Any], rows: Rows = "query") -> Relevance:
+    """The answer of a method, from the scores (row, token) of each explained layer, with its recipe."""
+    stacked = np.stack([np.asarray(x.cpu() if hasattr(x, "cpu") else x, dtype=np.float64) for x in scores])
+    own = graph.tokens is graph.trace.tokens
+    kind = "generated" if rows == "query" and graph.answers != graph.queries else rows
     return Relevance(
-        scores=scores if graph.settings["layer"] == "all" else scores[0],
+        scores=stacked if graph.settings["layer"] == "all" else stacked[0],
         tokens=graph.tokens,
         roles=graph.roles,
-        queries=graph.answers,
-        query_tokens=graph.query_tokens,
+        queries=(0,) if rows == "target" else graph.answers,
+        query_tokens=("target",) if rows == "target" else graph.query_tokens,
         layers=graph.explained,
-        grid=graph.trace.grid if graph.tokens is graph.trace.tokens else None,
-        words=graph.trace.words if graph.tokens is graph.trace.tokens else None,
+        grid=graph.trace.grid if own else None,
+        words=graph.trace.words if own else None,
         recipe=recipe(method, graph),
+        rows=kind,
     )
 
 
@@ -296,8 +272,9 @@ def recipe(method: str, graph: AttentionGraph) -> dict[str, Any]:
     layers = graph.trace.layers
     return {
         "method": method,
+        "edges": graph.edges.formula,
         "settings": graph.settings,
         "model": {**model, "layers": len(layers), "heads": layers[0].shape[0]},
         "versions": versions | facts.get("versions", {}),
         "checks": {},
-    }
+    } | ({"target": dict(graph.trace.target)} if graph.edges.needs and graph.trace.target else {})

@@ -1,11 +1,14 @@
-"""What an edge weighs: head fusion and the residual turn a layer of a trace into transitions of the attention graph."""
+"""From edges to transitions of the attention graph: head fusion, and what a position keeps of itself."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from attnflow.edges import Edges, Residual
 from attnflow.layers import AttentionWeights, Layer
 
 if TYPE_CHECKING:
@@ -14,16 +17,35 @@ if TYPE_CHECKING:
 HeadFusion: TypeAlias = Literal["mean", "max", "min"]
 
 HEAD_FUSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mean": lambda attention: _mean(attention),
-    "max": lambda attention: attention.amax(0),
-    "min": lambda attention: attention.amin(0),
+    "mean": lambda weights: _mean(weights),
+    "max": lambda weights: weights.amax(0),
+    "min": lambda weights: weights.amin(0),
 }
 
 # How far a row of attention may be from 1 before a residual beside it loses its meaning: half precision strays by 1e-3.
 ROW_SUM_TOLERANCE = 5e-3
 
-# Attention weights (head, query, key) in one tile: 16 MB in single precision; twice or half of it is no faster.
+# Edges (head, query, key) in one tile: 16 MB in single precision; twice or half of it is no faster.
 TILE = 2**22
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How the edges of a layer become one matrix, and what stands beside them.
+
+    head_fusion: over heads, unless `head` alone is wanted. residual: r for (1 - r) W + r I, "add" for W + I.
+    row_normalised: divide each row by its sum at the end. discard_ratio: the share of a layer's edges that is set to 0,
+    the weakest first, but never those to the positions `undiscarded`. remove_column_mean: take from each edge the mean
+    of what all queries send to its key, at 0 or more, and divide rows by their sum.
+    """
+
+    residual: Residual
+    head_fusion: HeadFusion = "mean"
+    head: int | None = None
+    row_normalised: bool = False
+    discard_ratio: float = 0.0
+    remove_column_mean: bool = False
+    undiscarded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,37 +53,37 @@ class Transition:
     """The edges (query, key) of one layer, float64, made tile by tile when they are asked for.
 
     (1 - residual) * W + residual * I, where W is the fusion over heads, or one head alone. With residual 0.5 and the
-    mean this is A = 0.5 W_att + 0.5 I (Abnar & Zuidema 2020, section 3). The maximum or minimum over heads does not
-    sum to 1, so before a residual is added its rows are divided by their sum; without one it stays as it is.
+    mean this is A = 0.5 W_att + 0.5 I (Abnar & Zuidema 2020, section 3). Shares whose rows no longer sum to 1 (of the
+    maximum or minimum over heads, or with edges left out) are divided by their sum before a residual is mixed in.
+    A position that the layer leaves out has 1 to itself, whatever the edges and the residual are.
 
     layer: from a trace; number: its number, for messages. Where a layer pools, no residual joins its queries to keys.
 
-    Raises ValueError for an unknown fusion, head or residual, for a residual on a layer that is not square; and when
-    the edges are made, for attention that is negative, not finite, or (with a residual, in
-    arrays that were given) has rows that do not sum to 1.
+    Raises ValueError for a head that the layer does not have, and a residual on a layer that is not square; and when
+    the edges are made, for edges that are not finite, and of attention in arrays that were given, that are negative, or
+    (with a residual) have rows that do not sum to 1.
     """
 
     layer: Layer
     number: int
-    head_fusion: HeadFusion = "mean"
-    residual: float = 0.5
-    head: int | None = None
+    edges: Edges
+    mixing: Mixing
 
     def __post_init__(self) -> None:
         heads, queries, keys = self.layer.shape
-        if self.head_fusion not in HEAD_FUSIONS:
-            raise ValueError(f"head_fusion {self.head_fusion!r} is unknown; choose one of {', '.join(HEAD_FUSIONS)}")
-        if not isinstance(self.residual, int | float) or not 0 <= self.residual <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"residual must lie between 0 and 1; it is {self.residual}")
-        if self.head is not None and not (isinstance(self.head, SupportsIndex) and -heads <= self.head < heads):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f"head {self.head} is out of range: layer {self.number} has {heads} heads, 0 to {heads - 1}"
-            )
-        if self.residual and queries != keys and not self.layer.pools:
+        head = self.mixing.head
+        if head is not None and not -heads <= head < heads:
+            raise ValueError(f"head {head} is out of range: layer {self.number} has {heads} heads, 0 to {heads - 1}")
+        if self.mixing.residual and queries != keys and not self.layer.pools:
             raise ValueError(
                 f"layer {self.number} has {queries} queries and {keys} keys: a residual joins each query to the key at "
                 "its own place, so it needs as many of both; pass residual=0"
             )
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The positions that the layer does not concern."""
+        return self.layer.left_out
 
     def matrix(self, queries: Sequence[int] | None = None) -> torch.Tensor:
         """The edges (query, key) of all queries, or of those at the given positions."""
@@ -78,33 +100,83 @@ class Transition:
             yield wanted[start : start + step], self._rows(wanted[start : start + step])
 
     def _rows(self, queries: list[int]) -> torch.Tensor:
-        attention = self.layer.attention(queries)
-        fused = attention[self.head] if self.head is not None else HEAD_FUSIONS[self.head_fusion](attention)
-        # Negative weights can only be in arrays that were given; what is not finite shows in the fusion of any.
-        given = isinstance(self.layer, AttentionWeights) and not self.layer.captured
-        if given or not bool(fused.isfinite().all()):
-            self._check(attention, queries)
-        fused = fused.to(_double(fused))
-        if not self.residual or self.layer.pools:
-            return fused
-        if self.head is None and self.head_fusion != "mean":
-            fused = fused / fused.sum(-1, keepdim=True).clamp_min(1e-300)
-        mixed = (1 - self.residual) * fused
-        mixed[range(len(queries)), queries] += self.residual
-        return mixed
+        how, rows = self.mixing, self._fused(queries)
+        if how.remove_column_mean:
+            rows = _row_normalised((rows - self._column_mean).clamp_min_(0))
+        if how.discard_ratio:
+            rows = self._without_weakest(rows)
+        if not self.layer.pools and how.residual:
+            share, kept = (1.0, 1.0) if how.residual == "add" else (1 - how.residual, how.residual)
+            fused = how.head is None and how.head_fusion != "mean"
+            if how.residual != "add" and self.edges.shares and (fused or how.discard_ratio):
+                rows = _row_normalised(rows)
+            rows = share * rows
+            rows[range(len(queries)), queries] += kept
+        if how.row_normalised:
+            rows = _row_normalised(rows)
+        left_out = set(self.layer.left_out)
+        for row, query in enumerate(queries):
+            if query in left_out:
+                rows[row] = 0
+                rows[row, query] = 1
+        return rows
 
-    def _check(self, attention: torch.Tensor, queries: list[int]) -> None:
-        """Refuse weights that are not finite or negative and, with a residual, rows that do not sum to 1."""
-        wrong = ~attention.isfinite() | (attention < 0)
+    def _fused(self, queries: list[int]) -> torch.Tensor:
+        """(query, key), float64: one head, or the fusion of all."""
+        weights = self.layer.edges(self.edges.weigh, queries, shares=self.edges.shares)
+        if self.mixing.head is not None and len(weights) == 1 and self.layer.shape[0] > 1:
+            raise ValueError(f"head={self.mixing.head} cannot be chosen: {self.edges.formula} has no heads of its own")
+        head, fusion = self.mixing.head, HEAD_FUSIONS[self.mixing.head_fusion]
+        fused = fusion(weights) if head is None else weights[head].clone()
+        # Negative attention can only be in arrays that were given; what is not finite shows in the fusion of any.
+        given = isinstance(self.layer, AttentionWeights) and not self.layer.captured and self.edges.shares
+        if given or not bool(fused.isfinite().all()):
+            self._check(weights, queries)
+        return fused.to(_double(fused))
+
+    @cached_property
+    def _column_mean(self) -> torch.Tensor:
+        """(key,): the mean over the queries that the layer concerns of their edges to each key."""
+        import torch
+
+        left_out = set(self.layer.left_out)
+        wanted = [query for query in range(self.layer.shape[1]) if query not in left_out]
+        step = max(1, TILE // (self.layer.shape[0] * self.layer.shape[2]))
+        tiles = (self._fused(wanted[start : start + step]).sum(0) for start in range(0, len(wanted), step))
+        return torch.stack(list(tiles)).sum(0) / len(wanted)
+
+    @cached_property
+    def _weakest(self) -> float:
+        """The least edge that is not discarded, of those that may be."""
+        import torch
+
+        plain = Transition(self.layer, self.number, self.edges, Mixing(
+            0.0, self.mixing.head_fusion, self.mixing.head, remove_column_mean=self.mixing.remove_column_mean
+        ))  # fmt: skip
+        edges = plain.matrix()
+        edges[:, list(self.mixing.undiscarded)] = math.inf
+        dropped = int(self.mixing.discard_ratio * edges.numel())
+        return float(torch.kthvalue(edges.flatten(), min(dropped + 1, edges.numel())).values)
+
+    def _without_weakest(self, rows: torch.Tensor) -> torch.Tensor:
+        weak = rows < self._weakest
+        weak[:, list(self.mixing.undiscarded)] = False
+        return rows.masked_fill(weak, 0)
+
+    def _check(self, weights: torch.Tensor, queries: list[int]) -> None:
+        """Refuse weights that are not finite; of attention, also negative ones, and rows that do not sum to 1 beside a
+        residual.
+        """
+        wrong = ~weights.isfinite() | ((weights < 0) if self.edges.shares else False)
         if wrong.any():
             head, query, key = wrong.nonzero()[0].tolist()
             raise ValueError(
                 f"attention must be finite and not negative; layer {self.number}, head {head}, query {queries[query]}, "
-                f"key {key} is {attention[head, query, key].item()}"
+                f"key {key} is {weights[head, query, key].item()}"
             )
-        sums = attention.sum(-1)
+        sums = weights.sum(-1)
         wrong = (sums - 1).abs() > ROW_SUM_TOLERANCE
-        if self.residual and wrong.any():
+        if self.mixing.residual and self.edges.shares and wrong.any():
             head, query = wrong.nonzero()[0].tolist()
             raise ValueError(
                 f"with a residual the rows of attention must sum to 1; layer {self.number}, head {head}, query "
@@ -113,13 +185,18 @@ class Transition:
             )
 
 
-def _mean(attention: torch.Tensor) -> torch.Tensor:
+def _row_normalised(rows: torch.Tensor) -> torch.Tensor:
+    """Each row divided by its sum; rows of zeros stay zeros."""
+    return rows / rows.sum(-1, keepdim=True).clamp_min(1e-300)
+
+
+def _mean(weights: torch.Tensor) -> torch.Tensor:
     """The mean over heads in float64, head by head, which is faster than a reduction that converts as it goes."""
-    first, *others = attention.unbind()
+    first, *others = weights.unbind()
     total = first.to(_double(first), copy=True)
     for head in others:
         total += head
-    return total.div_(len(attention))
+    return total.div_(len(weights))
 
 
 def _double(x: torch.Tensor) -> torch.dtype:

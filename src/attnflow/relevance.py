@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,10 @@ DATA = (".npz", ".json")
 _FORMAT = "attnflow-relevance-1"
 _CONTINUES = re.compile(r"^##(?!#|$)")  # WordPiece's mark of a piece that continues a word
 _BYTES = re.compile(r"(?:\\x[89a-f][0-9a-f])+")  # bytes of characters that were split among tokens
+
+
+# What a row of scores is of: a query, a token that the model wrote, a group of tokens, or the target as a whole.
+Rows: TypeAlias = Literal["query", "generated", "group", "target"]
 
 
 class Scored(NamedTuple):
@@ -40,6 +44,8 @@ class Relevance:
     grid: (rows, columns), or (frames, rows, columns), of the patches among the tokens, or None.
     words: the word that each token belongs to, or None.
     recipe: method, settings, model, versions and checks: what is needed to make the scores again.
+    rows: what a row is of: a "query", a token that was "generated", a "group", or the "target" as a whole, which
+    stands at no position.
     """
 
     scores: NDArray[np.float64]
@@ -51,6 +57,7 @@ class Relevance:
     grid: tuple[int, int] | tuple[int, int, int] | None = None
     words: tuple[int, ...] | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rows: Rows = "query"
 
     def __post_init__(self) -> None:
         expected = (len(self.queries), len(self.tokens))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from attnflow.graph import AttentionGraph, LayerChoice, attention_graph
-from attnflow.methods import capacities, relevance_of
-from attnflow.mixing import HeadFusion
+from attnflow.graph import AttentionGraph, GraphSettings, LayerChoice
+from attnflow.methods import flow_graph, relevance_of, whole_graph
 from attnflow.propagate import cuts
+from attnflow.propagate.carriers import capacities
 from attnflow.propagate.flow import FlowResult, flow_of_layers
 from attnflow.relevance import Relevance
 from attnflow.trace import Query, Trace, query_positions
@@ -58,11 +58,8 @@ def min_cut(
     query: Query,
     token: Query,
     *,
-    layer: int = -1,
-    start_layer: int = 0,
-    head: int | None = None,
-    head_fusion: HeadFusion = "mean",
-    residual: float | None = None,
+    edges: str = "attention",
+    **settings: Unpack[GraphSettings],
 ) -> list[CutEdge]:
     """The edges of a minimum cut between a query and an input token: where the information is squeezed.
 
@@ -78,20 +75,12 @@ def min_cut(
     0.6000  layer 1: 0 <- 0
     0.2000  layer 0: 1 <- 0
     """
-    graph = attention_graph(
-        attention,
-        query=query,
-        layer=layer,
-        start_layer=start_layer,
-        head=head,
-        head_fusion=head_fusion,
-        residual=residual,
-    )
-    (top,), below = capacities(graph)
-    edges = cuts.min_cut(top, below, range(len(graph.queries)), _tokens(token, graph))
+    graph = flow_graph(attention, edges, {**settings, "query": query})
+    (top,), below = capacities(graph, sources=len(graph.queries))
+    cut = cuts.min_cut(top, below, range(len(graph.queries)), _tokens(token, graph))
     lowest = graph.explained[0] - len(below)
     result = list[CutEdge]()
-    for number, row, key, capacity in edges:
+    for number, row, key, capacity in cut:
         position = graph.queries[row] if number == len(below) else row
         label = graph.query_tokens[row] if number == len(below) else _label(graph, lowest + number, row)
         result.append(CutEdge(lowest + number, position, key, capacity, label, _label(graph, lowest + number - 1, key)))
@@ -104,11 +93,8 @@ def paths(
     token: Query,
     *,
     top: int | None = 5,
-    layer: int = -1,
-    start_layer: int = 0,
-    head: int | None = None,
-    head_fusion: HeadFusion = "mean",
-    residual: float | None = None,
+    edges: str = "attention",
+    **settings: Unpack[GraphSettings],
 ) -> list[Path]:
     """The strongest routes of a maximum flow from a query down to an input token, the strongest first.
 
@@ -124,16 +110,8 @@ def paths(
     0.6000  0 @ 1 -> 0 @ 0 -> 0 @ input
     0.2000  0 @ 1 -> 1 @ 0 -> 0 @ input
     """
-    graph = attention_graph(
-        attention,
-        query=query,
-        layer=layer,
-        start_layer=start_layer,
-        head=head,
-        head_fusion=head_fusion,
-        residual=residual,
-    )
-    (rows,), below = capacities(graph)
+    graph = flow_graph(attention, edges, {**settings, "query": query})
+    (rows,), below = capacities(graph, sources=len(graph.queries))
     total, found = cuts.paths(rows, below, range(len(graph.queries)), _tokens(token, graph), count=top)
     highest, result = graph.explained[0], list[Path]()
     for amount, (first, *nodes) in found:
@@ -147,12 +125,9 @@ def group_flow(
     attention: Trace | Any,
     groups: Mapping[str, Sequence[int]] | None = None,
     *,
-    layer: LayerChoice = "all",
-    start_layer: int = 0,
-    head: int | None = None,
-    head_fusion: HeadFusion = "mean",
-    residual: float | None = None,
+    edges: str = "attention",
     progress: Callable[[int, int], object] | None = None,
+    **settings: Unpack[GraphSettings],
 ) -> Relevance:
     """The maximum flow between groups of tokens: scores (layer, group, group), exact, in units of capacity.
 
@@ -170,24 +145,20 @@ def group_flow(
     >>> group_flow([lower, upper], {"all": [0, 1], "last": [1]}).scores.round(2).tolist()
     [[[2.0, 1.1], [1.0, 0.8]], [[1.9, 1.1], [1.0, 0.8]]]
     """
-    graph = attention_graph(
-        attention,
-        layer=layer,
-        start_layer=start_layer,
-        head=head,
-        head_fusion=head_fusion,
-        residual=residual,
-    )
+    layer = settings.get("layer", "all")
+    graph = whole_graph(attention, edges, {**settings, "layer": layer})
     members = _members(graph.trace.groups if groups is None else groups, len(graph.queries), len(graph.tokens))
     # Edges from a common end to the same node are one edge: a group's queries are one row, its inputs one column.
-    tops, below = capacities(graph)
+    tops, below = capacities(graph, sources=len(graph.queries))
     tops = [np.stack([_array(top)[positions].sum(axis=0) for positions in members.values()]) for top in tops]
     if below:
         below[0] = _columns(_array(below[0]), members)
     if len(tops) > len(below):
         tops[0] = _columns(tops[0], members)
     results = flow_of_layers(tops, below, progress=progress)
-    relevance = relevance_of("group flow", _of_groups(graph, members), [result.values for result in results])
+    relevance = relevance_of(
+        "group flow", _of_groups(graph, members), [result.values for result in results], rows="group"
+    )
     return relevance.with_checks(_checks(results, layer))
 
 

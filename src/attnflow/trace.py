@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 
 from attnflow.layers import AttentionWeights, Layer
@@ -132,10 +132,6 @@ class Trace:
             group: tuple(position for position, name in enumerate(names) if name == group)
             for group in dict.fromkeys(names)
         }
-
-    def evenly(self) -> Trace:
-        """The same trace as if every layer attended evenly to all that it may attend to: its receptive field."""
-        return replace(self, layers=tuple(layer.evenly() for layer in self.layers))
 
     def sinks(self, share: float = 0.3) -> list[Sink]:
         """The tokens that receive at least `share` of a layer's attention, mean over heads and queries; layer 0 first.

@@ -66,14 +66,13 @@ def of_built(built, row):
     row.calls = len(calls or ())
     torch.manual_seed(0)
     try:
-        traces = attnflow.capture(built.model, dict(built.inputs))
+        traces = attnflow.capture_batch(built.model, dict(built.inputs))
     except Exception as error:
         refusal(error, row, os.path.dirname(attnflow.__file__))
         return
     if calls is None:
         row.reason, row.notes = row.notes, ""
         return
-    traces = traces if isinstance(traces, list) else [traces]
     row.layers = len(traces[0].layers)
     faults = hold(built, calls, output, traces, row)
     row.verdict, row.reason = ("WRONG", "; ".join(dict.fromkeys(faults))[:600]) if faults else ("equal", "")

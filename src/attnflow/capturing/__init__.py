@@ -6,7 +6,7 @@ import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, TypedDict, Unpack, get_args
 
 import torch
 
@@ -21,7 +21,36 @@ from attnflow.layers import Layer
 from attnflow.trace import Trace
 
 
-def capture(
+class CaptureSettings(TypedDict, total=False):
+    """The settings of `capture`, as `capture_batch` says what they mean."""
+
+    tokenizer: Any
+    tokens: Sequence[str] | None
+    target: Target | None
+    layers: int | range | slice | None
+    weights: str | WeightsOf | None
+    generate: int | Mapping[str, Any] | None
+    prove: bool
+    mixers: Mixers
+    tower: str | None
+
+
+def capture(model: torch.nn.Module, inputs: Any, **settings: Unpack[CaptureSettings]) -> Trace:
+    """Run a model once on one example, and keep what it attended to.
+
+    The arguments, settings and errors are those of `capture_batch`, which takes several examples at once.
+
+    Raises ValueError also for several.
+    """
+    traces = capture_batch(model, inputs, **settings)
+    if len(traces) > 1:
+        raise ValueError(
+            f"the model was given {len(traces)} examples, and capture takes one: capture_batch returns a list of traces"
+        )
+    return traces[0]
+
+
+def capture_batch(
     model: torch.nn.Module,
     inputs: Any,
     *,
@@ -34,7 +63,7 @@ def capture(
     prove: bool = True,
     mixers: Mixers = "refuse",
     tower: str | None = None,
-) -> Trace | list[Trace]:
+) -> list[Trace]:
     """Run a model once and keep what it attended to: one trace per example, its padding removed.
 
     model: any torch module that attends through `scaled_dot_product_attention`, nn.MultiheadAttention, or a softmax of
@@ -71,8 +100,6 @@ def capture(
     the text first. Windows, frames and merged patches (Swin, TimeSformer) are placed on the whole grid; for that the
     model runs some more times, see `placing`.
 
-    Returns the trace for one example, and a list of traces for a batch of several.
-
     Raises ValueError if no attention was seen, for a model in training mode, for a text that is empty or longer than
     the model takes, where something else mixes positions, where no gradient of the target reaches the attention, and
     for attention that makes up no graph: several towers, branches, differential attention, attention that is not
@@ -85,10 +112,9 @@ def capture(
     kwargs = {**bound, **kwargs}
     if generate is not None:
         written = generation.written(model, args, kwargs, generate)
-        same: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "target": target, "layers": layers}
+        same: CaptureSettings = {"tokenizer": tokenizer, "tokens": tokens, "target": target, "layers": layers}
         same |= {"weights": weights, "prove": prove, "mixers": mixers, "tower": tower}
-        answers = [_answer(capture(model, one, **same), start) for one, start in written]
-        return answers[0] if len(answers) == 1 else answers
+        return [_answer(capture(model, one, **same), start) for one, start in written]
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
         huggingface.check_length(ids.shape[1], model, tokenizer)
@@ -107,11 +133,10 @@ def capture(
         numbers = range(len(found.flow.steps))[how["layers"]]
         facts["kept"] = f"layers {numbers[0]} to {numbers[-1]} of {len(found.flow.steps)}"
     names = Names(model, tokenizer, tokens)
-    traces = [
+    return [
         Trace(own, *labelled, output, facts, chosen and chosen.facts(index), reads=reads)
         for index, (own, labelled, reads) in enumerate(_examples(recording, found, kwargs, names))
     ]
-    return traces[0] if len(traces) == 1 else traces
 
 
 def _examples(
@@ -160,9 +185,8 @@ def _weights_of(weights: str | WeightsOf | None) -> WeightsOf | None:
     return named
 
 
-def _answer(trace: Trace | list[Trace], start: int) -> Trace:
+def _answer(trace: Trace, start: int) -> Trace:
     """The trace of one prompt with its answer, which begins `start` tokens into the stream that wrote it."""
-    assert isinstance(trace, Trace)  # `generation.written` gives one example at a time
     return replace(trace, generated_from=(trace.decoder_start or 0) + start)
 
 

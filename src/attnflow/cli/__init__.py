@@ -37,7 +37,7 @@ def methods(*, json: Annotated[bool, Parameter(negative=())] = False) -> None:
     """
     from attnflow.methods import METHODS
 
-    columns = ("edges", "carried", "source")
+    columns = ("formula", "carried", "source")
     rows = [{"name": name} | {column: getattr(row, column) for column in columns} for name, row in METHODS.items()]
     if json:
         print_json(rows)

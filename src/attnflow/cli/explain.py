@@ -94,7 +94,7 @@ def text(
         _check_generate(generate)
         loaded, tokenizer = huggingface.load(model or demo.TEXT, check_device(device), writes=generate is not None)
         trace = capture(loaded, content, tokenizer=tokenizer, generate=generate)
-    _deliver(_one(trace), options, default_layer="-1" if generate else "all")
+    _deliver(trace, options, default_layer="-1" if generate else "all")
 
 
 def image(
@@ -138,7 +138,7 @@ def image(
             options = replace(options, query=options.query or (None if generate else "-1"))
         else:
             loaded = vision.load(model or demo.IMAGE, check_device(device))
-            trace = _one(capture(loaded.model, loaded.prepare(picture, _size(size))))
+            trace = capture(loaded.model, loaded.prepare(picture, _size(size)))
     _deliver(trace, options, default_layer="-1", image=picture)
 
 
@@ -154,7 +154,7 @@ def _image_and_text(model: str, picture: Image, text: str, generate: int | None,
         reason = str(error).splitlines()[0]
         raise ValueError(f"the model cannot run on what its processor made of text and image: {reason}") from error
     trace = capture(loaded.model, inputs, tokenizer=loaded.processor.tokenizer, generate=generate, tower=tower)
-    return _one(trace), seen
+    return trace, seen
 
 
 def _check_image_text(model: str | None, text: str | None, generate: int | None, size: str | None) -> None:
@@ -217,7 +217,7 @@ def _deliver(trace: Trace, options: Options, *, default_layer: str, image: Image
 
 
 def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevance:
-    from attnflow.methods import METHODS
+    from attnflow.methods import relevance
 
     settings: dict[str, Any] = {
         "query": _query(options.query, trace),
@@ -228,12 +228,11 @@ def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevan
     }
     if options.residual is not None:
         settings["residual"] = options.residual
-    if options.start_layer is not None and method != "raw":  # which takes in one layer whatever lies below
+    if options.start_layer is not None:
         settings["start_layer"] = options.start_layer
     with progress(method, quiet=options.quiet) as called:
-        if method == "flow":
-            settings["progress"] = called
-        return METHODS[method].function(trace, **settings)
+        settings["progress"] = called
+        return relevance(trace, method, **settings)
 
 
 def _query(query: str | None, trace: Trace) -> Query:
@@ -308,12 +307,6 @@ def _say_saturation(relevance: Relevance, options: Options) -> None:
             "token; try a lower --layer, one --head, or a larger --residual",
             quiet=options.quiet,
         )
-
-
-def _one(traces: Trace | list[Trace]) -> Trace:
-    if isinstance(traces, list):
-        raise ValueError(f"the model turned one input into {len(traces)} examples")
-    return traces
 
 
 def check_device(name: str) -> str:

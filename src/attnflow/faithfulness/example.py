@@ -20,6 +20,7 @@ from attnflow.faithfulness.metrics import METRICS, ScoreFunction, blank_out
 from attnflow.faithfulness.results import Failure, Row
 from attnflow.faithfulness.score import Score, image_score, remembered, text_score
 from attnflow.methods import METHODS
+from attnflow.methods import relevance as explained
 from attnflow.relevance import Relevance
 from attnflow.trace import Trace
 
@@ -74,7 +75,7 @@ class Example:
         if method in METHODS:
             read = self.trace.readout if self.trace.readout is not None else self.trace.reads
             query = read if self.plan.query == "readout" else self.plan.query
-            return METHODS[method].function(self.trace, query=query, layer=self.plan.layer, **settings)
+            return explained(self.trace, method, query=query, layer=self.plan.layer, **settings)
         function = BASELINES[method].function
         if BASELINES[method].needs == "changes":
             return function(self.trace, blank_out(self.scores[None], len(self.positions)), self.positions)
@@ -162,8 +163,6 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
         target = int(label)
     inputs = model_inputs(content, model, plan.tokenizer)
     trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target)
-    if isinstance(trace, list):
-        raise ValueError(f"the model turned one input into {len(trace)} examples")
     if not callable(target) and trace.target is not None:
         target = trace.target["target"]
     positions, scores = _scores(model, inputs, trace, target, plan)

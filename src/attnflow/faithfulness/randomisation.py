@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnflow.baselines import Inputs
-from attnflow.capturing import capture
+from attnflow.capturing import capture_batch
 from attnflow.faithfulness.example import Given, model_inputs, opened, randomised
 from attnflow.faithfulness.results import Evaluation
 from attnflow.faithfulness.run import evaluate, until_first
@@ -78,11 +78,11 @@ def modules_from_output(model: torch.nn.Module, inputs: Inputs) -> dict[str, lis
     ran: dict[str, None] = {}
     hooks = [module.register_forward_pre_hook(partial(_note, ran, name)) for name, module in model.named_modules()]
     try:
-        trace = capture(model, inputs)
+        traces = capture_batch(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    calls = [layer.name for one in (trace if isinstance(trace, list) else [trace]) for layer in one.layers]
+    calls = [layer.name for trace in traces for layer in trace.layers]
     blocks = {match[0] if (match := _ITEM.match(name)) else name for name in calls}
     begun = list(dict.fromkeys(block for name in ran if (block := _around(name, blocks)) is not None))
     place, places = "embeddings", dict[torch.nn.Parameter, str]()

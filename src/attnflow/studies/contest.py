@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from attnflow.baselines import BASELINES, Inputs
 from attnflow.capturing import capture
 from attnflow.faithfulness.results import Evaluation, Row, Summary
-from attnflow.methods import METHODS, raw
+from attnflow.graph import LayerChoice
+from attnflow.methods import METHODS, raw, relevance
 from attnflow.relevance import Relevance
 from attnflow.trace import Grid, Query, Trace
 
@@ -24,17 +25,16 @@ GRADIENTS = ("gradient-norm", "gradient-sum", "gradient-x-input")
 
 def traced(model: torch.nn.Module, inputs: Inputs, target: Any, tokenizer: Any = None) -> Trace:
     """The trace of one example, with the gradients of a target that some methods weigh their edges with."""
-    trace = capture(model, inputs, tokenizer=tokenizer, target=target)
-    if isinstance(trace, list):
-        raise ValueError(f"the model turned one input into {len(trace)} examples")
-    return trace
+    return capture(model, inputs, tokenizer=tokenizer, target=target)
 
 
-def methods(trace: Trace, *, query: Query, layer: int | str, failed: dict[str, str]) -> Iterator[tuple[str, Relevance]]:
+def methods(
+    trace: Trace, *, query: Query, layer: LayerChoice, failed: dict[str, str]
+) -> Iterator[tuple[str, Relevance]]:
     """Every method of METHODS on a trace, by name; one that cannot be had is left out and its error noted."""
-    for name, row in METHODS.items():
+    for name in METHODS:
         try:
-            yield name, row.function(trace, query=query, layer=layer)
+            yield name, relevance(trace, name, query=query, layer=layer)
         except ValueError as error:
             failed.setdefault(name, " ".join(str(error).split()))
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from attnflow.capturing import demo, vision
 from attnflow.faithfulness.metrics import METRICS, correlation
 from attnflow.faithfulness.results import Row, Summary
+from attnflow.graph import LayerChoice
 from attnflow.methods import METHODS
 from attnflow.studies.contest import (
     Floats,
@@ -64,7 +65,8 @@ def study(data: Path, *, small: bool = False, seed: int = 0, progress: Progress 
         mask = np.asarray(vision.open_image(mask_path).convert("L")) > 127
         trace = traced(loaded.model, pixels, cls_norm)
         known = baselines(trace, loaded.model, pixels, target=cls_norm, seed=seed)
-        for readout, query, layer in ((CLS, 0, "all"), (MEAN, None, -1)):
+        asked: tuple[tuple[str, int | None, LayerChoice], ...] = ((CLS, 0, "all"), (MEAN, None, -1))
+        for readout, query, layer in asked:
             for name, scores in known.items():
                 rows[readout] += _rows(number, name, None, trace, scores, mask)
             for name, relevance in methods(trace, query=query, layer=layer, failed=failed):

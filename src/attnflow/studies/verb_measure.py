@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from attnflow.capturing import capture
+from attnflow.capturing import capture_batch
 from attnflow.faithfulness.results import Evaluation, Row, Summary
-from attnflow.methods import METHODS, rollout
+from attnflow.methods import relevance, rollout
 from attnflow.studies.verb_data import Sentence
 from attnflow.studies.verb_training import Trained
 from attnflow.trace import Trace
@@ -31,6 +31,7 @@ GRADIENTS = ("norm", "norm, of the logit", "|gradient x input|", "|sum|")
 REFERENCES = (BLANK_OUT, *GRADIENTS)
 COLUMN_SUM = "first-layer"
 SIDES: tuple[Side, ...] = ("CLS inside", "CLS outside")
+MEASURED = ("raw", "rollout", "flow")
 BATCH = 16  # sentences; with every word blanked out in turn, at most some 40,000 tokens
 
 
@@ -65,8 +66,7 @@ def measure(
             changes = blank_out(trained, ids, plural)
             slopes = gradients(trained, ids)
             right = (trained(ids).argmax(-1) == plural).tolist()
-            traces = capture(trained.model, ids, target="predicted")
-            for place, trace in enumerate(traces if isinstance(traces, list) else [traces]):
+            for place, trace in enumerate(capture_batch(trained.model, ids, target="predicted")):
                 references = np.concatenate([changes[place][None], slopes[place]])
                 rows = scores(trace)
                 rows["gradient-norm", None] = references[REFERENCES.index(GRADIENTS[0])]
@@ -82,9 +82,9 @@ def scores(trace: Trace) -> dict[Scorer, Floats]:
     The column sum is the attention that a token receives in the first layer from all tokens alike.
     """
     rows: dict[Scorer, Floats] = {}
-    for name, method in METHODS.items():
-        relevance = method.function(trace, query=-1, layer="all")
-        rows |= {(name, layer): row for layer, (row,) in zip(relevance.layers, relevance.every_layer, strict=True)}
+    for name in MEASURED:
+        found = relevance(trace, name, query=-1, layer="all")
+        rows |= {(name, layer): row for layer, (row,) in zip(found.layers, found.every_layer, strict=True)}
     rows[COLUMN_SUM, None] = rollout(trace, layer=0).scores.sum(0)
     rows["position", None] = np.arange(len(trace.tokens), dtype=np.float64)
     return rows

@@ -16,7 +16,7 @@ import numpy as np
 
 from attnflow.capturing import capture
 from attnflow.faithfulness.results import Summary
-from attnflow.methods import METHODS
+from attnflow.methods import relevance
 from attnflow.show.plots import attention_graph, layer_maps, save_figure
 from attnflow.studies import verb_report
 from attnflow.studies.record import Record, Standing
@@ -121,9 +121,9 @@ def draw(trained: Trained, folder: Path) -> list[Path]:
         tokens = (*sentence.split(), "[CLS]")
         trace = capture(trained.model, trained.ids([tokens[:-1]]), tokens=tokens)
         if number == 1:
-            panels = {name: METHODS[name].function(trace, layer="all").normalized().every_layer for name in FIGURES}
+            panels = {name: relevance(trace, name, layer="all").normalized().every_layer for name in FIGURES}
             paths.append(save_figure(attention_graph(panels, tokens, query=-1), folder / f"{STUDY}-graph.svg"))
-        maps = [METHODS[name].function(trace, query=-1, layer="all").normalized() for name in FIGURES]
+        maps = [relevance(trace, name, query=-1, layer="all").normalized() for name in FIGURES]
         paths.append(save_figure(layer_maps(maps), folder / f"{STUDY}-maps-{number}.png"))
     return paths
 

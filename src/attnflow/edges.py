@@ -1,0 +1,119 @@
+"""What an edge weighs: one function per idea, and `EDGES`, their table.
+
+A function takes one attention call of a model and some of its queries, and returns the edges (head or 1, query, key)
+from these queries to the keys. Where a layer stands in a larger graph, how heads are fused, and what a position keeps
+of itself beside the edges is for `mixing` to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from attnflow.layers import AttentionLike, Weigh
+
+if TYPE_CHECKING:
+    import torch
+
+# What a trace must hold for some edges: with gradients of a target, `capture(..., target=)`.
+Need: TypeAlias = Literal["gradient"]
+
+# What a position keeps of itself: the weight r of the identity in (1 - r) W + r I, or "add" for W + I.
+Residual: TypeAlias = float | Literal["add"]
+
+
+@dataclass(frozen=True)
+class Edges:
+    """One row of the table.
+
+    weigh: the function. formula: A is attention, dA its gradient for the target, + is clamped at 0. residual: what a
+    position keeps of itself unless told otherwise. needs: what a trace must hold. shares: whether the mean over heads
+    has rows that sum to 1, as attention does: then copies of a position have the mean of their edges, and rows that no
+    longer sum to 1 are divided by their sum before a residual is mixed in. signed: whether an edge may be negative.
+    """
+
+    weigh: Weigh
+    formula: str
+    source: str
+    residual: Residual
+    needs: frozenset[Need] = field(default_factory=frozenset[Need])
+    shares: bool = False
+    signed: bool = False
+
+
+def attention(call: AttentionLike, queries: list[int]) -> torch.Tensor:
+    """The model's own weights A; rows sum to 1."""
+    return call.attention(queries)
+
+
+def uniform(call: AttentionLike, queries: list[int]) -> torch.Tensor:
+    """Uniform attention: 1 / n for the n keys that any head lets a query see, whatever the model prefers among them."""
+    import torch
+
+    visible = call.visible(queries)
+    return visible.to(torch.float64 if visible.device.type != "mps" else torch.float32) / visible.sum(
+        -1, keepdim=True
+    ).clamp_min(1)
+
+
+def gradient(call: AttentionLike, queries: list[int]) -> torch.Tensor:
+    """The gradient of the target with respect to the weights, at 0 or more."""
+    return _gradient(call, queries).clamp_min(0)
+
+
+def gradient_x_attention(call: AttentionLike, queries: list[int]) -> torch.Tensor:
+    """Attention times its gradient at 0 or more: by how much each weight speaks for the target, to first order."""
+    return signed_gradient_x_attention(call, queries).clamp_min(0)
+
+
+def signed_gradient_x_attention(call: AttentionLike, queries: list[int]) -> torch.Tensor:
+    """Attention times its gradient: for the target where positive, against it where negative."""
+    return call.attention(queries) * _gradient(call, queries)
+
+
+def size_of_gradient_x_attention(call: AttentionLike, queries: list[int]) -> torch.Tensor:
+    """The size of attention times its gradient, after the mean over heads, in which they may cancel."""
+    return signed_gradient_x_attention(call, queries).mean(0, keepdim=True).abs()
+
+
+def gradient_weighted_heads(call: AttentionLike, queries: list[int]) -> torch.Tensor:
+    """Attention of each head times heads * |dA| of the head / the sum of |dA| over heads, |.| the Euclidean norm.
+
+    So their mean is the sum over heads weighted by gradients. Where no gradient is, heads count alike.
+    """
+    given = _known(call)
+    heads = given.output.double()
+    # |dO V^T|^2 = trace(dO^T dO V^T V), without the matrix of all pairs.
+    values = given.v.double().repeat_interleave(len(heads) // len(given.v), 0)
+    sizes = ((heads.mT @ heads) * (values.mT @ values)).sum((1, 2)).clamp_min(0).sqrt()
+    shares = sizes * len(sizes) / sizes.sum() if bool(sizes.sum() > 0) else sizes.new_ones(len(sizes))
+    weights = call.attention(queries)
+    return weights * shares.to(weights)[:, None, None]
+
+
+def _gradient(call: AttentionLike, queries: list[int]) -> torch.Tensor:
+    return _known(call).of(queries)
+
+
+def _known(call: AttentionLike):
+    assert call.gradient is not None  # `attention_graph` refuses traces without
+    return call.gradient
+
+
+_GRADIENT: frozenset[Need] = frozenset({"gradient"})
+
+EDGES: dict[str, Edges] = {
+    "attention": Edges(attention, "A", "Vaswani et al. 2017", 0.5, shares=True),
+    "uniform": Edges(uniform, "1 / visible keys", "attnflow", 0.5, shares=True),
+    "gradient": Edges(gradient, "dA+", "Azarkhalili & Libbrecht 2025; Bousselham et al. 2025", 0.0, _GRADIENT),
+    "gradient-x-attention": Edges(gradient_x_attention, "(A dA)+", "Chefer et al. 2021, equation 5", "add", _GRADIENT),
+    "signed-gradient-x-attention": Edges(
+        signed_gradient_x_attention, "A dA", "Hao et al. 2021, at the input itself", "add", _GRADIENT, signed=True
+    ),
+    "size-of-gradient-x-attention": Edges(
+        size_of_gradient_x_attention, "abs(mean over heads of A dA)", "attnflow", "add", _GRADIENT
+    ),
+    "gradient-weighted-heads": Edges(
+        gradient_weighted_heads, "A weighted by the norm of dA", "Jo et al. 2025 (GMAR)", 0.5, _GRADIENT, shares=True
+    ),
+}
