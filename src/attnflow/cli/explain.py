@@ -281,6 +281,7 @@ def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, ima
         return
     from attnflow.show import plots
     from attnflow.show.graph import attention_graph
+    from attnflow.show.wording import doubts
 
     if options.picture == "map":
         plots.save_figure(plots.picture(relevance, image), path)
@@ -293,7 +294,8 @@ def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, ima
         panels = {method: panel.by_word() for method, panel in panels.items()}
     highlighted = relevance.queries[0] if len(relevance.queries) == 1 else None
     scores = {method: panel.scores for method, panel in panels.items()}
-    plots.save_figure(attention_graph(scores, panels["raw"].tokens, query=highlighted), path)
+    notes = [f"{method}: {doubt}" for method, panel in panels.items() for doubt in doubts(panel)]
+    plots.save_figure(attention_graph(scores, panels["raw"].tokens, query=highlighted, notes=notes), path)
 
 
 def _say_saturation(relevance: Relevance, options: Options) -> None:

@@ -29,7 +29,7 @@ FONT = "DejaVu Sans"  # comes with matplotlib, so that a picture is the same on 
 LABELS = 120
 LABEL = 0.15  # inches that a label takes across its axis
 SMALL = 8  # points, of labels and of the foot
-LINE = 0.16  # inches from one line of the foot to the next
+FOOT_LINE = 0.16  # inches from one line of the foot to the next
 _WIDE = 0.6  # of a font's size: what a character of a line takes, at most on average
 _FILES: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "attnflow", "pdf.fonttype": 42}
 _NO_DATE: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -77,7 +77,7 @@ def title(axes: Axes, text: str, width: float = 7.0) -> None:
 def head(figure: Figure, text: str) -> None:
     """A title over the whole figure, which grows by all lines but the first."""
     lines = wrapped(visible(text), figure.get_figwidth(), 10)
-    _grow(figure, 1.2 * LINE * (len(lines) - 1))
+    _grow(figure, 1.2 * FOOT_LINE * (len(lines) - 1))
     figure.suptitle("\n".join(lines), fontsize=10, **literal(lines))
 
 
@@ -87,7 +87,7 @@ def foot(figure: Figure, notes: Iterable[str], texts: Iterable[str]) -> None:
     texts: what else the figure says, of which the last note tells the characters that no font here has.
     """
     if lines := foot_lines(notes, texts, figure.get_figwidth()):
-        _grow(figure, LINE * len(lines))
+        _grow(figure, FOOT_LINE * len(lines))
         figure.supxlabel("\n".join(lines), fontsize=SMALL, x=0.01, ha="left", **literal(lines))
 
 
@@ -105,9 +105,15 @@ def lacking(texts: Iterable[str]) -> str | None:
     boxes = sorted(chr(code) for code in _fonts(characters)[1])
     if not boxes:
         return None
-    scripts = sorted({unicodedata.name(character, "UNNAMED").split()[0] for character in boxes})
+    scripts = sorted({_script(character) for character in boxes})
     many = "1 character is" if len(boxes) == 1 else f"{len(boxes)} characters are"
     return f"{many} drawn as boxes, since no font of this machine has them ({', '.join(scripts)}): install one that has"
+
+
+def _script(character: str) -> str:
+    """The first word of a letter's name in Unicode, which is that of its script."""
+    letter = unicodedata.category(character)[0] in "LM"
+    return unicodedata.name(character).split()[0] if letter else "symbols"
 
 
 def wrapped(text: str, width: float, size: float) -> list[str]:
@@ -130,7 +136,7 @@ def _top(ends: Scale) -> float:
 
 
 def colour_bar(figure: Figure, mesh: Any, ends: Scale, **place: Any) -> None:
-    """The scores of six or seven evenly spaced colours, both ends among them; at an upright bar the highest beyond.
+    """The scores of five or six evenly spaced colours, both ends among them; at an upright bar the highest beyond.
 
     place: where, as matplotlib takes it.
     """
@@ -138,7 +144,7 @@ def colour_bar(figure: Figure, mesh: Any, ends: Scale, **place: Any) -> None:
     bar = figure.colorbar(mesh, extend=beyond, extendfrac=0.03, **place)
     if ends.highest is not None and bar.orientation == "vertical":
         bar.set_label(f"{'farthest' if ends.signed else 'highest'} {ends.highest:.3g}", fontsize=SMALL)
-    shares = np.linspace(0, 1, 7 if ends.signed else 6)
+    shares = np.linspace(0, 1, 5 if ends.signed else 6)
     scores = ends.low + (_top(ends) - ends.low) * shares ** (1 / ends.power)
     sign = "+" if ends.signed else ""
     bar.set_ticks(scores.tolist(), labels=["0" if abs(s) < 1e-9 * scores[-1] else f"{s:{sign}.3g}" for s in scores])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,7 +23,11 @@ SAME = 1e-9  # edges as alike as this, as a share of the strongest, are drawn to
 
 
 def attention_graph(
-    panels: Mapping[str, NDArray[np.float64]], tokens: Sequence[str], *, query: int | None = None
+    panels: Mapping[str, NDArray[np.float64]],
+    tokens: Sequence[str],
+    *,
+    query: int | None = None,
+    notes: Iterable[str] = (),
 ) -> Figure:
     """Figure 1 of the paper: one graph per panel, tokens down, layers across from the input at the left.
 
@@ -36,6 +40,7 @@ def attention_graph(
     readable, edges under 2 per cent of it are left out, and of a layer only the 150 strongest are drawn (all of them up
     to 12 tokens). Edges of one weight are drawn together or not at all. The foot says what they carry.
     query: the edges of this query, at every layer, are drawn in a second colour, all those of 2 per cent or more.
+    notes: what the foot says as well, such as the `wording.doubts` of a method.
 
     Raises ValueError for weights that do not fit the tokens, or a query out of range.
     """
@@ -58,7 +63,7 @@ def attention_graph(
             label_tokens(axes[0].yaxis, tokens, height)
         else:
             axes[number].set_yticks([])
-    foot(figure, _notes(shares, highest, tokens, chosen), [*tokens, *weights])
+    foot(figure, [*_notes(shares, highest, tokens, chosen), *notes], [*tokens, *weights])
     return figure
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from attnflow.relevance import Relevance
-from attnflow.show.canvas import colour_bar, colour_map, foot_lines, hatch, literal, norm, wrapped
+from attnflow.show.canvas import FOOT_LINE, SMALL, colour_bar, colour_map, foot_lines, hatch, literal, norm, wrapped
 from attnflow.show.colour import PAPER, Scale, ink, is_signed, rgb, text_scale
 from attnflow.show.wording import layers, method_and_query, notes, rows, visible
 
@@ -53,7 +55,7 @@ def text_lines(relevance: Relevance) -> Figure:
     ends = text_scale(scores, signed=is_signed(relevance.scores))
     width = WIDTH * max(1.0, np.sqrt(len(relevance.tokens) / 1000))
     shown = [visible(token) or " " for token in relevance.tokens]
-    pieces = list(_placed(shown, _widths(shown), width))
+    pieces = list(_placed(shown, width))
     each = 0.05 + LINE * (max(piece.line for piece in pieces) + 1) + (LABEL if apart else 0)
     if each * len(scores) > LONGEST:
         raise ValueError(
@@ -64,17 +66,17 @@ def text_lines(relevance: Relevance) -> Figure:
     above = wrapped(visible(heading), width, 10)
     said = notes(relevance, scores if apart else scores[0], ends, zero="hatched")
     below = foot_lines(said, [*shown, *labels], width)
-    page = _Page(width, [0.2 * len(above) + 0.1, each * len(scores), BAR, 0.16 * len(below)])
+    page = _Page(width, [0.2 * len(above) + 0.1, each * len(scores), BAR, FOOT_LINE * len(below)])
     page.write(0, above, 10)
     axes = page.panel(1)
     for number, (row, label) in enumerate(zip(scores, labels, strict=True)):
         top = number * each
         if apart:
-            axes.text(0, top + 0.72 * LABEL, f"{kind} {label}", fontsize=8, color="#475569", **literal([label]))
+            axes.text(0, top + 0.72 * LABEL, f"{kind} {label}", fontsize=SMALL, color="#475569", **literal([label]))
         _draw(axes, pieces, row, ends, top + (LABEL if apart else 0))
     mesh = ScalarMappable(norm(ends), colour_map(ends.ramp(PAPER)))
     colour_bar(page.figure, mesh, ends, cax=page.bar(2), orientation="horizontal")
-    page.write(3, below, 8)
+    page.write(3, below, SMALL)
     return page.figure
 
 
@@ -114,40 +116,47 @@ def _layer(relevance: Relevance) -> str:
     return topmost if len(relevance.layers) == 1 else f"{topmost}, the topmost of {len(relevance.layers)}"
 
 
-def _widths(tokens: Sequence[str]) -> dict[str, float]:
-    """Inches that each text takes, and each of its characters."""
+def _measure(tokens: Sequence[str]) -> Callable[[str], float]:
+    """Tells how many inches a text made of the characters of `tokens` takes."""
     figure = Figure()
     renderer: Any = FigureCanvasAgg(figure).get_renderer()
-    text = figure.text(0, 0, "", fontsize=SIZE, **literal(tokens))
-    widths: dict[str, float] = {}
-    for one in {*tokens, *"".join(tokens)}:
-        text.set_text(one)
-        widths[one] = max(0.04, text.get_window_extent(renderer).width / figure.dpi)
-    return widths
+    artist = figure.text(0, 0, "", fontsize=SIZE, **literal(tokens))
+
+    @cache
+    def measure(text: str) -> float:
+        artist.set_text(text)
+        with warnings.catch_warnings():
+            # No font here has the character: a box is drawn, and the foot says so.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+            return max(0.04, artist.get_window_extent(renderer).width / figure.dpi)
+
+    return measure
 
 
-def _placed(tokens: Sequence[str], widths: dict[str, float], width: float) -> Iterator[Piece]:
+def _placed(tokens: Sequence[str], width: float) -> Iterator[Piece]:
     """Where each token stands; one wider than a line is cut into pieces."""
+    measure = _measure(tokens)
     line, left = 0, 0.0
     for position, token in enumerate(tokens):
-        for text, taken in _cut(token, widths, width):
+        for text in _cut(token, measure, width - 2 * SPACE):
+            taken = measure(text) + 2 * SPACE
             if left and left + taken > width:
                 line, left = line + 1, 0.0
             yield Piece(position, text, line, left, taken)
             left += taken + GAP
 
 
-def _cut(token: str, widths: dict[str, float], width: float) -> Iterator[tuple[str, float]]:
-    if widths[token] + 2 * SPACE <= width:
-        yield token, widths[token] + 2 * SPACE
+def _cut(token: str, measure: Callable[[str], float], width: float) -> Iterator[str]:
+    if measure(token) <= width:
+        yield token
         return
-    piece, taken = "", 0.0
+    piece = ""
     for character in token:
-        if piece and taken + widths[character] + 2 * SPACE > width:
-            yield piece, taken + 2 * SPACE
-            piece, taken = "", 0.0
-        piece, taken = piece + character, taken + widths[character]
-    yield piece, taken + 2 * SPACE
+        if piece and measure(piece + character) > width:
+            yield piece
+            piece = ""
+        piece += character
+    yield piece
 
 
 def _draw(axes: Axes, pieces: Sequence[Piece], scores: NDArray[np.float64], ends: Scale, start: float) -> None:

@@ -159,6 +159,13 @@ def saturation(relevance: Relevance) -> str | None:
     )
 
 
+def doubts(relevance: Relevance) -> list[str]:
+    """What makes less of the scores than any picture of them shows: saturation, and mixing that was not seen."""
+    mixers = unseen_mixers(relevance)
+    said = [saturation(relevance), None if mixers is None else f"{mixers} mixes positions unseen"]
+    return [one for one in said if one is not None]
+
+
 def _evenness(ends: Scale) -> str | None:
     if ends.even is None:
         return None
