@@ -118,7 +118,7 @@ def _layer(relevance: Relevance) -> str:
 
 def _measure(tokens: Sequence[str]) -> Callable[[str], float]:
     """Tells how many inches a text made of the characters of `tokens` takes."""
-    figure = Figure()
+    figure = Figure(dpi=200)  # as .png files are written: hinting makes widths depend on it
     renderer: Any = FigureCanvasAgg(figure).get_renderer()
     artist = figure.text(0, 0, "", fontsize=SIZE, **literal(tokens))
 
