@@ -13,6 +13,7 @@ from attnflow.capturing import huggingface, vision
 from attnflow.show.graph import attention_graph
 from attnflow.show.overlay import overlay
 from attnflow.show.plots import layer_maps, save_figure
+from attnflow.show.wording import doubts
 
 SENTENCE = "The keys to the cabinet are on the table."
 
@@ -26,8 +27,10 @@ def main() -> None:
     model, tokenizer = huggingface.load()
     trace = attnflow.capture(model, SENTENCE, tokenizer=tokenizer)
     methods = (attnflow.raw, attnflow.rollout, attnflow.flow)
-    panels = {method.__name__: method(trace, layer="all").scores for method in methods}
-    save_figure(attention_graph(panels, trace.tokens, query=0), folder / "graph.png")
+    every = {method.__name__: method(trace, layer="all") for method in methods}
+    panels = {name: relevance.scores for name, relevance in every.items()}
+    notes = [f"{name}: {doubt}" for name, relevance in every.items() for doubt in doubts(relevance)]
+    save_figure(attention_graph(panels, trace.tokens, query=0, notes=notes), folder / "graph.png")
     maps = [method(trace, layer="all", query="[CLS]") for method in methods]
     save_figure(layer_maps(maps), folder / "layers.png")
 

@@ -12,6 +12,8 @@ from PIL import Image
 
 import attnflow
 from attnflow import cli
+from attnflow.relevance import Relevance
+from attnflow.show.wording import saturation
 from conftest import SENTENCE
 
 
@@ -181,11 +183,23 @@ def test_methods_lists_the_table(run):
     assert [row["name"] for row in json.loads(out)] == list(attnflow.METHODS)
 
 
-def test_saturation_is_said_in_words(run):
-    _, _, err = run("text", SENTENCE * 6, "--query", "all", "--method", "flow", "--json")
-    assert "of these values no longer depend on the query" in err
-    _, _, err = run("text", SENTENCE * 6, "--query", "all", "--method", "flow", "--layer", "1", "--json")
+def test_saturation_is_said_in_words(run, tmp_path):
+    flow = ["text", SENTENCE * 6, "--query", "all", "--method", "flow"]
+    _, out, err = run(*flow, "--json")
+    said = saturation(Relevance.load(written(tmp_path / "a.json", out)))
+    assert said is not None
+    assert f"attnflow: {said}\n" == err
+    _, out, err = run(*flow, "-o", tmp_path / "graph.svg", "--picture", "graph")
+    assert said in out
+    assert "no longer depend" not in err
+    assert "flow: 9" in (tmp_path / "graph.svg").read_text()
+    _, _, err = run(*flow, "--layer", "1", "--json")
     assert err == ""
+
+
+def written(path, text):
+    path.write_text(text)
+    return path
 
 
 def sixteen_bits(folder):

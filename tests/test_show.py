@@ -13,16 +13,30 @@ from itertools import pairwise
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from matplotlib.colors import to_rgb
 from PIL import Image
 from rich.cells import cell_len
 from rich.console import Console
 
+import attnflow
+from attnflow import baselines
 from attnflow.relevance import Relevance
-from attnflow.show import colour, wording
+from attnflow.show import canvas, colour, wording
 from attnflow.show.notebook import html
-from attnflow.show.plots import attention_graph, layer_map, layer_maps, overlay, patch_map, picture, save_figure
+from attnflow.show.overlay import DETAIL
+from attnflow.show.plots import (
+    attention_graph,
+    layer_map,
+    layer_maps,
+    overlay,
+    patch_map,
+    picture,
+    save_figure,
+    text_lines,
+)
 from attnflow.show.terminal import show
+from classifiers import sst2
 
 HOSTILE = (
     "[CLS]", "[bold]", "[/]", "$x^2$", "a$b", "\\alpha", "_{", "<b>hi</b>", "&amp;", '"><script>', "日本語",
@@ -66,6 +80,49 @@ def printed(relevance, width=80, colours=False):
     return file.getvalue()
 
 
+def foot_of(figure):
+    """All text of a figure that is not within its panels' labels, on one line."""
+    texts = [text for axes in figure.axes for text in axes.texts] + figure.texts
+    return " ".join(" ".join(text.get_text().split()) for text in texts)
+
+
+def with_patches(patches):
+    """An image's relevance with these patches (row, column)."""
+    relevance = image_relevance(grid=patches.shape, hot=(0, 0))
+    scores = np.concatenate([relevance.scores[:, :2], patches.reshape(1, -1)], axis=1)
+    return Relevance(**{**vars(relevance), "scores": scores})
+
+
+LONG = (
+    "When the committee finally met in the old town hall on a rainy evening in November, the members who had read the "
+    "long report were surprised that the chairwoman, usually so careful with her words, dismissed its conclusions in a "
+    "single sentence and moved on to the budget, the parking spaces and the broken clock above the main door."
+)
+
+
+@pytest.fixture(scope="module")
+def long_trace(minilm):
+    model, tokenizer = minilm
+    return attnflow.capture(model, LONG, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def causal(stories):
+    """What a real causal model attended to: the trace of a prompt, and that of the prompt and what it wrote."""
+    model, tokenizer = stories
+    inputs = {"input_ids": torch.tensor([tokenizer.encode("Once upon a time there was a little girl")])}
+    return attnflow.capture(model, inputs), attnflow.capture(model, inputs, generate=4)
+
+
+@pytest.fixture(scope="module")
+def signed(data):
+    """Gradient x input of a real classifier, for and against its answer."""
+    model, tokenizer = sst2(data)
+    text = "a gorgeous, witty, seductive movie, but the ending is a dull mess."
+    trace = attnflow.capture(model, text, tokenizer=tokenizer)
+    return baselines.gradient_x_input(trace, model, dict(tokenizer(text, return_tensors="pt")))
+
+
 def drawn(figure):
     """The pixels (row, column, RGB) of a figure, from 0 to 1."""
     file = io.BytesIO()
@@ -100,7 +157,7 @@ class TestColour:
     def test_scale_reaches_both_ends_and_survives_what_is_no_number(self):
         ends = colour.scale(np.array([0.1, np.nan, 0.4]))
         assert [ends.share(score) for score in (0.0, 0.1, 0.4, np.nan)] == [0.0, 0.5, 1.0, 0.0]
-        assert colour.scale(np.array([-1.0, 3.0])).share(1.0) == 0.5
+        assert [colour.scale(np.array([-1.0, 3.0])).share(score) for score in (-3.0, 0.0, 3.0)] == [0.0, 0.5, 1.0]
         assert colour.scale(np.zeros(3)).share(0.0) == 0.0
 
     def test_one_patch_cannot_darken_all_others(self):
@@ -192,7 +249,7 @@ class TestTerminal:
 
     def test_brightest_background_is_the_highest_score(self):
         relevance = text_relevance(tokens=["low", "high"], layers=1)
-        scores = np.array([[[0.0, 1.0]]])
+        scores = np.array([[[1e-12, 1.0]]])
         output = printed(Relevance(**{**vars(relevance), "scores": scores}), colours=True)
         background = dict(re.findall(r"48;2;([0-9;]+)m +(low|high) ", output))
         assert {name: rgb for rgb, name in background.items()} == {
@@ -378,14 +435,36 @@ class TestGraph:
         assert {value for query, value in colours.items() if query != 59} == {to_rgb("#1f4e79")}
         counts = np.bincount([query for layer, query, _ in edges(axes) if layer == 0], minlength=60)
         assert counts[59] == 60
-        assert set(counts[:59]) == {3}
+        assert 140 <= counts[:59].sum() <= 150
 
-    def test_left_out_edges_are_the_weakest_of_their_node(self):
-        weights = np.random.default_rng(0).dirichlet(np.ones(30), size=(1, 30))
+    def test_left_out_edges_are_the_weakest_of_their_layer(self):
+        weights = np.random.default_rng(0).dirichlet(np.ones(30), size=(2, 30))
         (axes,) = attention_graph({"raw": weights}, [str(n) for n in range(30)]).axes
-        for query in range(30):
-            kept = {token for _, q, token in edges(axes) if q == query}
-            assert kept == set(np.argsort(-weights[0, query])[:6])
+        for layer in range(2):
+            kept = {(q, token) for number, q, token in edges(axes) if number == layer}
+            strongest = np.argsort(-weights[layer], axis=None)[:150]
+            assert kept == set(zip(*np.unravel_index(strongest, (30, 30)), strict=True))
+
+    def test_the_foot_tells_the_share_of_what_is_drawn(self, long_trace):
+        panels = {
+            method.__name__: method(long_trace, layer="all").scores for method in (attnflow.raw, attnflow.rollout)
+        }
+        figure = attention_graph(panels, long_trace.tokens)
+        assert len(long_trace.tokens) >= 60
+        for axes, (name, weights) in zip(figure.axes, panels.items(), strict=True):
+            drawn = list(edges(axes))
+            assert np.bincount([layer for layer, _, _ in drawn]).max() <= 150
+            share = sum(weights[edge] for edge in drawn) / weights.sum()
+            assert f"{share:.0%} of {name}" in foot_of(figure)
+        assert "the 150 strongest of each layer" in foot_of(figure)
+        assert "attnflow.paths" in foot_of(figure)
+
+    def test_of_equal_edges_none_is_drawn_for_its_place(self):
+        weights = np.full((1, 20, 20), 0.5)
+        weights[0, 3, 4] = 1.0
+        figure = attention_graph({"flow": weights}, [str(n) for n in range(20)])
+        assert set(edges(figure.axes[0])) == {(0, 3, 4)}
+        assert "0% of flow" in foot_of(figure)
 
     @pytest.mark.parametrize(
         ("panels", "query", "message"),
@@ -409,8 +488,8 @@ class TestImages:
         for axes in figure.axes[:2]:
             box = axes.get_window_extent()
             assert box.width / box.height == pytest.approx(size[0] / size[1], rel=0.01)
-        photograph, patches = figure.axes[1].images
-        assert patches.get_extent() == photograph.get_extent()
+        (photograph,), (covered,) = (axes.images for axes in figure.axes[:2])
+        assert covered.get_extent() == photograph.get_extent()
 
     @pytest.mark.parametrize("hot", [(0, 4), (2, 1), (1, 0)])
     def test_hot_patch_is_at_its_place_in_the_overlay(self, hot):
@@ -484,6 +563,284 @@ class TestImages:
         assert len(picture(image_relevance(), np.zeros((4, 4))).axes) == 3
         assert len(picture(image_relevance()).axes[0].images) == 1
         assert picture(text_relevance()).axes[0].get_ylabel() == "layer"
+
+
+class TestWhatIsNoScore:
+    """What is exactly 0 is no small score, in any view."""
+
+    def test_the_future_is_hatched_in_the_map(self, causal):
+        relevance = attnflow.rollout(causal[0], layer="all", query=3)
+        figure = layer_map(relevance)
+        (mesh,) = figure.axes[0].collections
+        np.testing.assert_array_equal(np.ma.getmaskarray(mesh.get_array()), relevance.scores[:, 0] == 0)
+        assert np.isnan(np.ma.filled(mesh.get_array(), np.nan)[:, 4:]).all()
+        assert figure.axes[0].patch.get_hatch()
+        assert "hatched: exactly 0, the tokens after a query, hidden from it" in foot_of(figure)
+
+    def test_the_future_is_hatched_in_lines_and_blank_in_the_terminal_and_the_notebook(self, causal):
+        relevance = attnflow.rollout(causal[0], query=3)
+        boxes = text_lines(relevance).axes[1].patches
+        assert [bool(box.get_hatch()) for box in boxes] == (relevance.row == 0).tolist()
+        plain, coloured = printed(relevance), printed(relevance, colours=True)
+        assert len(re.findall(r" +0 $", plain, re.MULTILINE)) == (relevance.row == 0).sum()
+        assert "0: exactly 0, the tokens after a query" in plain
+        line = coloured.split("\n\n")[0]
+        assert len(re.findall("48;2", line)) == (relevance.row != 0).sum()
+        assert html(relevance).count("repeating-linear-gradient") == (relevance.row == 0).sum()
+
+    def test_what_was_not_written_yet_is_hidden(self, causal):
+        relevance = attnflow.rollout(causal[1], query="generated")
+        assert "the tokens after a query" in foot_of(picture(relevance))
+
+    def test_a_full_row_is_hatched_nowhere(self, minilm_trace):
+        relevance = attnflow.rollout(minilm_trace, layer="all", query=0)
+        assert "exactly 0" not in foot_of(layer_map(relevance)) + printed(relevance) + html(relevance)
+
+    def test_patches_without_a_route(self):
+        patches = np.linspace(0.1, 1, 12).reshape(3, 4)
+        patches[0, 1] = 0
+        relevance = with_patches(patches)
+        figure = overlay(relevance, Image.new("RGB", (400, 300)))
+        (patch,) = figure.axes[1].patches
+        assert (patch.get_x(), patch.get_y(), patch.get_width()) == (99.5, -0.5, 100)
+        assert patch_map(relevance).axes[0].images[0].get_array().mask.sum() == 1
+        for output in (foot_of(figure), foot_of(patch_map(relevance)), html(relevance)):
+            assert "hatched: exactly 0, nothing comes from there" in output
+        assert "transparent" in html(relevance)
+        assert printed(relevance).split("\n")[0].split()[1] == "·"
+
+
+class TestEvenScores:
+    def test_are_drawn_flat_and_said_to_be_even(self):
+        relevance = with_patches(np.random.default_rng(0).uniform(0.00187, 0.00188, (14, 14)))
+        figure = patch_map(relevance)
+        ends = colour.patch_scale(relevance.row[2:])
+        shares = [ends.share(score) for score in relevance.row[2:]]
+        assert np.ptp(shares) < 0.01
+        said = "the scores are even to within 0.5 %, and drawn flat"
+        photograph = Image.new("RGB", (90, 90))
+        for output in (foot_of(figure), foot_of(overlay(relevance, photograph)), printed(relevance), html(relevance)):
+            assert said in output
+        covered = np.asarray(overlay(relevance, photograph).axes[1].images[0].get_array()[..., :3])
+        assert np.ptp(covered.astype(int), axis=(0, 1)).max() <= 2
+
+    def test_even_text(self):
+        relevance = text_relevance(["a", "b", "c"], layers=1)
+        even = Relevance(**{**vars(relevance), "scores": np.array([[[0.3, 0.301, 0.3]]])})
+        for output in (foot_of(layer_map(even)), foot_of(text_lines(even)), printed(even), html(even)):
+            assert "even to within 0.3 %" in output
+        for score in (0.1, -0.1):
+            assert colour.scale(np.full(3, score)).even == 0
+
+    def test_the_threshold(self):
+        assert colour.scale(np.array([0.981, 1])).even == pytest.approx(0.019)
+        assert colour.scale(np.array([0.97, 1])).even is None
+        assert colour.scale(np.array([1.0])).even is None
+        assert colour.scale(np.array([0.0, 1, 1])).even == 0
+
+
+def test_saturation_is_said_in_every_view(minilm):
+    model, tokenizer = minilm
+    trace = attnflow.capture(model, "The keys to the cabinet are on the table. " * 6, tokenizer=tokenizer)
+    relevance = attnflow.flow(trace)
+    said = wording.saturation(relevance)
+    assert said is not None
+    assert "of these values no longer depend on the query" in said
+    assert "equal what layer 0 lets through" in said
+    for output in (foot_of(layer_map(relevance)), foot_of(text_lines(relevance)), printed(relevance), html(relevance)):
+        assert said in output
+    lower = attnflow.flow(trace, layer=1)
+    assert wording.saturation(lower) is None
+    assert "no longer depend" not in printed(lower)
+
+
+class TestSigned:
+    def test_the_map_is_white_at_0_and_symmetric(self, signed):
+        figure = layer_map(signed)
+        (mesh,) = figure.axes[0].collections
+        low, high = mesh.get_clim()
+        assert (low, high) == (-np.abs(signed.row).max(), np.abs(signed.row).max())
+        np.testing.assert_allclose(mesh.to_rgba(np.zeros(1))[0], 1, atol=0.01)
+        for score in signed.row:
+            red, _, blue = mesh.to_rgba(np.array([score]))[0, :3]
+            assert (blue > red) == (score > 0)
+
+    def test_every_view_tells_the_sum_and_the_sign(self, signed):
+        said = f"negative (orange) against; the scores sum to {signed.row.sum():+.3g}"
+        for output in (foot_of(layer_map(signed)), foot_of(text_lines(signed)), printed(signed), html(signed)):
+            assert said in output
+        for score in signed.row:
+            assert f"{score:+.4f}" in printed(signed)
+            assert f"{score:+.4f}" in html(signed)
+
+    def test_for_and_against_have_two_colours_in_the_terminal_the_notebook_and_the_lines(self, signed):
+        ends = colour.text_scale(signed.row)
+        grounds = [colour.rgb(colour.SIGNED, ends.share(score)) for score in signed.row]
+        line = printed(signed, width=200, colours=True).split("\n")[0]
+        assert [tuple(map(int, one.split(";"))) for one in re.findall(r"48;2;([0-9;]+)m", line)] == grounds
+        filled = [tuple(np.rint(255 * np.array(box.get_facecolor()[:3])).astype(int)) for box in self.boxes(signed)]
+        assert filled == grounds
+        for ground in grounds:
+            assert f"background:#{bytes(ground).hex()}" in html(signed)
+
+    def boxes(self, relevance):
+        return text_lines(relevance).axes[1].patches
+
+    def test_patches(self):
+        relevance = with_patches(np.array([[0.2, -0.1], [0.05, -0.2]]))
+        covered = np.asarray(overlay(relevance, Image.new("RGB", (200, 200))).axes[1].images[0].get_array(), int)
+        assert covered[10, 10, 2] > covered[10, 10, 0]
+        assert covered[190, 190, 0] > covered[190, 190, 2]
+        assert patch_map(relevance).axes[0].images[0].get_clim() == (-0.2, 0.2)
+        lines = printed(relevance).split("\n")
+        assert [line.split() for line in lines[:2]] == [["+100", "-50"], ["+25", "-100"]]
+        assert "lowest at (row, column): (1, 1) -0.200" in printed(relevance)
+        assert "from -0.200 (orange) to +0.200 (blue)" in html(relevance)
+
+    def test_rounding_is_no_sign(self):
+        assert not colour.is_signed(np.array([0.5, -1e-17]))
+        assert colour.is_signed(np.array([0.5, -1e-3]))
+
+
+class TestLines:
+    def pieces(self, figure):
+        figure.dpi = 200  # as files are written
+        figure.draw_without_rendering()
+        (axes,) = (axes for axes in figure.axes if axes.patches and axes.texts)
+        return axes, axes.patches, axes.texts
+
+    def test_long_texts_are_lines_by_default(self, long_trace):
+        relevance = attnflow.rollout(long_trace, layer="all", query=0)
+        figure = picture(relevance)
+        assert figure.get_figwidth() < 9
+        _, _, texts = self.pieces(figure)
+        assert [text.get_text() for text in texts] == list(relevance.tokens)
+        assert "layer 5, the topmost of 6" in foot_of(figure)
+        assert picture(text_relevance(["a"] * 40)).axes[0].get_ylabel() == "layer"
+
+    @pytest.mark.filterwarnings("ignore:Glyph .* missing")
+    @pytest.mark.parametrize("count", [1, 60, 300, 1500])
+    def test_nothing_overlaps_or_leaves_the_page(self, count):
+        tokens = [HOSTILE[n % len(HOSTILE)] + str(n) for n in range(count)]
+        axes, boxes, texts = self.pieces(text_lines(text_relevance(tokens)))
+        page = axes.get_window_extent()
+        placed = [box.get_window_extent() for box in boxes]
+        for box, text in zip(placed, texts, strict=True):
+            assert page.x0 - 1 <= box.x0
+            assert box.x1 <= page.x1 + 1
+            assert page.y0 - 1 <= box.y0
+            assert text.get_window_extent().x1 <= box.x1 + 1
+        for one, other in pairwise(placed):
+            assert one.x1 <= other.x0 or other.y1 < one.y0
+
+    def test_colours_are_those_of_the_scores(self, long_trace):
+        relevance = attnflow.rollout(long_trace, query=0)
+        _, boxes, _ = self.pieces(text_lines(relevance))
+        light = [np.dot(box.get_facecolor()[:3], [0.2126, 0.7152, 0.0722]) for box in boxes]
+        order = np.argsort(relevance.row)
+        assert (np.diff(np.array(light)[order]) <= 0.01).all()
+
+    def test_what_dominates_is_clipped_and_named(self, long_trace):
+        relevance = attnflow.rollout(long_trace, layer="all", query=0)
+        first = f"[CLS] at 0 ({relevance.row[0]:.3g})"
+        ends = colour.text_scale(relevance.row)
+        assert relevance.row[1:].max() >= ends.high
+        assert ends.highest == relevance.row[0]
+        for output in (foot_of(text_lines(relevance)), printed(relevance), html(relevance)):
+            assert f"the colours end at {ends.high:.3g}; beyond it: {first}" in output
+
+    def test_what_was_written_has_a_text_each(self, causal):
+        relevance = attnflow.rollout(causal[1], query="generated")
+        axes, boxes, texts = self.pieces(text_lines(relevance))
+        count = len(relevance.tokens)
+        assert len(boxes) == 4 * count
+        names = [text.get_text() for text in texts if text.get_text().startswith("written ")]
+        assert names == [f"written {token}" for token in relevance.query_tokens]
+        assert [bool(box.get_hatch()) for box in boxes] == (relevance.scores == 0).ravel().tolist()
+        assert axes.get_window_extent().height > 0
+
+    def test_many_written_over_many_tokens_are_a_map(self):
+        recipe = {"settings": {"query": "generated"}}
+        relevance = text_relevance(["a"] * 200, layers=1, queries=range(100, 200))
+        figure = picture(Relevance(**{**vars(relevance), "recipe": recipe}))
+        figure.draw_without_rendering()
+        assert figure.axes[0].get_ylabel() == "written"
+        labels = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+        assert all(upper.y0 >= lower.y1 - 1 for upper, lower in pairwise(labels))
+
+    def test_svg_holds_every_token(self, tmp_path, long_trace):
+        relevance = attnflow.rollout(long_trace, query=0)
+        texts = svg_texts(relevance.save(tmp_path / "lines.svg"))
+        assert set(relevance.tokens) <= set(texts)
+
+
+class TestNotebookRows:
+    def test_what_was_written_is_apart(self, causal):
+        relevance = attnflow.rollout(causal[1], query="generated")
+        text = html(relevance)
+        for token in relevance.query_tokens:
+            assert f"<bdi>written {token}</bdi>" in text
+        read = Reader(text)
+        assert read.spans == list(relevance.tokens) * 4
+        digits = wording.decimals(relevance.scores)
+        assert read.cells == [wording.number(score, digits, signed=False) for score in relevance.scores.ravel()]
+
+    def test_groups_are_apart(self, minilm_trace):
+        relevance = attnflow.group_flow(minilm_trace, layer=1)
+        text = html(relevance)
+        for group in relevance.query_tokens:
+            assert f"<bdi>from {group}</bdi>" in text
+
+
+class TestWithoutColour:
+    @pytest.mark.parametrize("system", ["truecolor", "256", "standard"])
+    def test_the_map_is_numbers(self, monkeypatch, system):
+        if system != "standard":
+            monkeypatch.setenv("NO_COLOR", "1")
+        file = io.StringIO()
+        show(image_relevance(), console=Console(file=file, force_terminal=True, color_system=system))
+        output = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+        assert "▀" not in output
+        assert output.split("\n")[2].split() == ["0", "100", "0", "0", "0"]
+        assert "per cent of the way" in output
+
+
+class TestPhotograph:
+    def test_its_lightness_hardly_shows(self, data):
+        """What the photograph adds to a map of one score is a small part of what the ramp spans."""
+        even = with_patches(np.full((14, 14), 0.5))
+        for path in sorted((data / "images").glob("imagenet_*.jpg"))[:4]:
+            pixels = np.asarray(overlay(even, Image.open(path)).axes[1].images[0].get_array()) / 255
+            lightness = np.cbrt(colour.luminance(pixels[..., :3]))
+            spanned = np.ptp(np.cbrt(colour.luminance(colour.colours(colour.GROUND, [0, 1]))))
+            assert np.ptp(lightness) <= 2.2 * DETAIL
+            assert np.ptp(lightness) < 0.3 * spanned
+            assert np.std(lightness) > 0.002
+
+    def test_a_bright_wall_is_no_relevance(self):
+        wall = np.zeros((300, 300))
+        wall[:, 150:] = 1.0
+        pixels = np.asarray(overlay(with_patches(np.full((3, 3), 0.5)), wall).axes[1].images[0].get_array(), int)
+        assert np.abs(pixels[150, 20] - pixels[150, 280]).max() <= 1
+
+
+class TestFonts:
+    def test_what_no_font_has_is_said(self):
+        figures = [draw(text_relevance(["日本語", "\U000e0fff", "ab"])) for draw in (layer_map, text_lines)]
+        assert canvas.lacking(["abc é Ж שלום a\nb"]) is None
+        unknown = canvas.lacking(["\u1200"])  # ETHIOPIC SYLLABLE HA
+        missing = canvas.lacking(["日本語"])
+        if unknown is not None:
+            assert unknown == (
+                "1 character is drawn as boxes, since no font of this machine has them (ETHIOPIC): install one that has"
+            )
+        for figure in figures:
+            assert ("drawn as boxes" in foot_of(figure)) == (missing is not None)
+
+    def test_a_font_that_cannot_be_read_is_no_font(self, tmp_path):
+        path = tmp_path / "broken.ttf"
+        path.write_bytes(b"no font")
+        assert canvas._characters(str(path)) == frozenset()
 
 
 class TestSaving:

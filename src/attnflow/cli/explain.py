@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from attnflow.relevance import Relevance
     from attnflow.trace import Query, Trace
 
-# A share of saturated pairs above which the command line says what that means.
-SATURATED = 0.5
-
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +280,7 @@ def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, ima
         return
     from attnflow.show import plots
     from attnflow.show.graph import attention_graph
+    from attnflow.show.wording import doubts
 
     if options.picture == "map":
         plots.save_figure(plots.picture(relevance, image), path)
@@ -295,18 +293,16 @@ def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, ima
         panels = {method: panel.by_word() for method, panel in panels.items()}
     highlighted = relevance.queries[0] if len(relevance.queries) == 1 else None
     scores = {method: panel.scores for method, panel in panels.items()}
-    plots.save_figure(attention_graph(scores, panels["raw"].tokens, query=highlighted), path)
+    notes = [f"{method}: {doubt}" for method, panel in panels.items() for doubt in doubts(panel)]
+    plots.save_figure(attention_graph(scores, panels["raw"].tokens, query=highlighted, notes=notes), path)
 
 
 def _say_saturation(relevance: Relevance, options: Options) -> None:
-    checks = relevance.recipe["checks"]
-    share = checks["layers"][-1]["saturated"] if "layers" in checks else checks.get("saturated", 0.0)
-    if share > SATURATED:
-        note(
-            f"{share:.0%} of these values no longer depend on the query: they equal what layer 0 lets through to the "
-            "token; try a lower --layer, one --head, or a larger --residual",
-            quiet=options.quiet,
-        )
+    """Say beside JSON what every view says of itself."""
+    from attnflow.show.wording import saturation
+
+    if options.json and (said := saturation(relevance)) is not None:
+        note(said, quiet=options.quiet)
 
 
 def check_device(name: str) -> str:

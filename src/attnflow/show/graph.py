@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,18 +11,23 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from attnflow.show.canvas import blank, label_tokens, literal, title
-from attnflow.show.wording import visible
+from attnflow.show.canvas import blank, foot, label_tokens, title
+from attnflow.show.wording import shortened
 
 EDGE = "#1f4e79"
 ROUTE = "#d55e00"  # vermilion, told from blue by every kind of colour vision
 NODE = "#8a8f98"
 FAINTEST = 0.02
-EDGES_PER_COLUMN = 180
+STRONGEST = 150  # edges of a layer
+SAME = 1e-9  # edges as alike as this, as a share of the strongest, are drawn together or not at all
 
 
 def attention_graph(
-    panels: Mapping[str, NDArray[np.float64]], tokens: Sequence[str], *, query: int | None = None
+    panels: Mapping[str, NDArray[np.float64]],
+    tokens: Sequence[str],
+    *,
+    query: int | None = None,
+    notes: Iterable[str] = (),
 ) -> Figure:
     """Figure 1 of the paper: one graph per panel, tokens down, layers across from the input at the left.
 
@@ -31,10 +36,11 @@ def attention_graph(
     flow the edge from query i at layer l towards row j is the score of *input token* j for that node: the column at
     its left stands in for the input, so that the panels can be compared edge by edge.
 
-    Width and opacity grow with the weight, on one scale from 0 to the highest weight of all panels. So that sixty
-    tokens stay readable, edges under 2 per cent of it are left out, and a node shows as many of its strongest edges
-    as give 180 between two columns (all of them up to 13 tokens); the foot of the figure says so.
-    query: all edges of this query, at every layer, are drawn in a second colour.
+    Width and opacity grow with the weight, on one scale from 0 to the highest weight of all panels. So that it stays
+    readable, edges under 2 per cent of it are left out, and of a layer only the 150 strongest are drawn (all of them up
+    to 12 tokens). Edges of one weight are drawn together or not at all. The foot says what they carry.
+    query: the edges of this query, at every layer, are drawn in a second colour, all those of 2 per cent or more.
+    notes: what the foot says as well, such as the `wording.doubts` of a method.
 
     Raises ValueError for weights that do not fit the tokens, or a query out of range.
     """
@@ -44,17 +50,31 @@ def attention_graph(
     height = float(np.clip(0.19 * count, 2, 22))
     figure = blank(1.6 + len(weights) * float(np.clip(0.55 * layers, max(2, 0.4 * height), 7)), height + 1)
     axes = figure.subplots(1, len(weights), squeeze=False).ravel().tolist()
+    chosen = None if query is None else query % count
+    shares: list[str] = []
     for number, (name, panel) in enumerate(weights.items()):
-        _draw_edges(axes[number], panel, highest, None if query is None else query % count)
+        drawn = (panel > 0) & (panel >= FAINTEST * highest)
+        strongest = drawn & _strongest(panel, SAME * highest)
+        shares.append(f"{panel[strongest].sum() / (panel.sum() or 1):.0%} of {name}")
+        _draw_edges(axes[number], panel, strongest | (drawn & _of_query(count, chosen)), highest, chosen)
         _draw_nodes(axes[number], layers, count)
-        title(axes[number], name)
+        title(axes[number], name, figure.get_figwidth() / len(weights) - 0.5)
         if number == 0:
-            label_tokens(axes[0].yaxis, tokens, 8)
+            label_tokens(axes[0].yaxis, tokens, height)
         else:
             axes[number].set_yticks([])
-    foot = _foot(highest, tokens, query)
-    figure.supxlabel(foot, fontsize=8, **literal([foot]))
+    foot(figure, [*_notes(shares, highest, tokens, chosen), *notes], [*tokens, *weights])
     return figure
+
+
+def _notes(shares: Sequence[str], highest: float, tokens: Sequence[str], chosen: int | None) -> list[str]:
+    least = f"{FAINTEST * highest:.2g}"
+    some = "" if len(tokens) ** 2 <= STRONGEST else f"the {STRONGEST} strongest of each layer, "
+    orange = "" if chosen is None else f"; orange: all of query {shortened(tokens[chosen])} at {chosen}"
+    return [
+        f"edges: {some}of weight {least} to {highest:.3g}{orange}",
+        f"the strongest carry, of all weight, {', '.join(shares)}; attnflow.paths tells the routes of a query",
+    ]
 
 
 def _checked(
@@ -70,24 +90,22 @@ def _checked(
     return {name: np.nan_to_num(np.asarray(panel, dtype=np.float64)) for name, panel in panels.items()}
 
 
-def _per_node(count: int) -> int:
-    return max(1, EDGES_PER_COLUMN // count)
+def _strongest(panel: NDArray[np.float64], same: float) -> NDArray[np.bool_]:
+    """The strongest edges of each layer, without those of which equals would be left out; (layer, query, token)."""
+    if panel[0].size <= STRONGEST:
+        return np.ones(panel.shape, dtype=bool)
+    ranked = np.sort(panel.reshape(len(panel), -1), axis=1)
+    return panel > ranked[:, -STRONGEST - 1, None, None] + same
 
 
-def _foot(highest: float, tokens: Sequence[str], query: int | None) -> str:
-    words = [f"strongest edge {highest:.3g}", f"none under {FAINTEST * highest:.2g}"]
-    if _per_node(len(tokens)) < len(tokens):
-        words.append(f"the {_per_node(len(tokens))} strongest of each node")
-    if query is not None:
-        words.append(f"orange: all of query {visible(tokens[query])} at {query % len(tokens)}")
-    return "edges: " + ", ".join(words)
+def _of_query(count: int, query: int | None) -> NDArray[np.bool_]:
+    return (np.arange(count) == query)[None, :, None]
 
 
-def _draw_edges(axes: Axes, panel: NDArray[np.float64], highest: float, query: int | None) -> None:
+def _draw_edges(
+    axes: Axes, panel: NDArray[np.float64], drawn: NDArray[np.bool_], highest: float, query: int | None
+) -> None:
     count = panel.shape[1]
-    rank = np.argsort(np.argsort(-panel, axis=-1, kind="stable"), axis=-1)
-    chosen = (np.arange(count) == query)[None, :, None]
-    drawn = (panel > 0) & (panel >= FAINTEST * highest) & ((rank < _per_node(count)) | chosen)
     layer, row, token = np.nonzero(drawn)
     weight = panel[layer, row, token]
     order = np.lexsort((weight, row == query))  # the strongest, and the chosen query's, lie on top
@@ -97,7 +115,7 @@ def _draw_edges(axes: Axes, panel: NDArray[np.float64], highest: float, query: i
     strongest = 0.7 if query is None else 0.45
     opacity = np.where(routes, 0.3 + 0.7 * share[:, None], 0.06 + (strongest - 0.06) * share[:, None])
     colour = np.where(routes, to_rgb(ROUTE), to_rgb(EDGE))
-    widest = float(np.clip(52 / count, 1.4, 2.6))
+    widest = float(np.clip(40 / count, 0.4, 2.6))
     axes.add_collection(
         LineCollection(
             segments.astype(float).tolist(), colors=np.hstack([colour, opacity]), linewidths=0.3 + widest * share

@@ -6,22 +6,27 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 from PIL import Image
+from scipy.ndimage import gaussian_filter
 
 from attnflow.relevance import Relevance
-from attnflow.show.canvas import blank, colour_bar, colour_map, literal
-from attnflow.show.colour import GROUND, Scale, colours, patch_scale
-from attnflow.show.wording import method_and_query, patches, visible
+from attnflow.show.canvas import blank, colour_bar, colour_map, foot, hatch, head, norm, scores_drawn
+from attnflow.show.colour import GROUND, Scale, is_signed, luminance, oklab, patch_scale, srgb
+from attnflow.show.wording import method_and_query, notes, patches
 
 PANEL = 4.0  # inches, the longer side
 LARGEST = 1600  # pixels, twice what a panel shows at 200 dpi
 FRAMES = 8  # of a video, in one line
 BAR = 0.14
 WIDTH = 4.5  # inches, what a title needs
-ALPHA = 0.55
-GREY = (0.25, 1.0)  # the photograph under the map is lightened: both together would be dark
+# What a photograph may add to the lightness of the map, or take from it, where the ramp spans 0.7: its edges are seen,
+# and no sunlit wall looks relevant.
+DETAIL = 0.08
+BROAD = 0.015  # of the longer side: what is smoother than this is no detail
 
 
 def patch_map(relevance: Relevance) -> Figure:
@@ -32,7 +37,7 @@ def patch_map(relevance: Relevance) -> Figure:
     Raises ValueError where there is no grid.
     """
     grid = patches(relevance, relevance.row)
-    ends = patch_scale(grid)
+    ends = patch_scale(grid, signed=is_signed(relevance.scores))
     frames = grid.reshape(-1, *grid.shape[-2:])
     lines, beside = -(-len(frames) // FRAMES), min(len(frames), FRAMES)
     width, height = (side / min(beside, 2) for side in _panel(frames[0].shape))
@@ -40,26 +45,28 @@ def patch_map(relevance: Relevance) -> Figure:
     figure = blank(max(WIDTH, beside * width + 1.2), lines * (height + title) + 0.6, layout="compressed")
     panels = figure.subplots(lines, beside, squeeze=False)
     meshes = [
-        axes.imshow(frame, cmap=colour_map(GROUND), interpolation="nearest", vmin=ends.low, vmax=ends.high)
+        axes.imshow(scores_drawn(frame), cmap=colour_map(ends.ramp(GROUND)), interpolation="nearest", norm=norm(ends))
         for frame, axes in zip(frames, panels.flat, strict=False)
     ]
     for number, axes in enumerate(panels.flat):
+        hatch(axes.patch)
         axes.set_visible(number < len(frames))
         axes.set_xticks(_ticks(frames.shape[2]))
         axes.set_yticks(_ticks(frames.shape[1]))
         if title:
             axes.set_title(f"frame {number}", fontsize=8)
-    _finish(figure, panels, meshes[0], ends, relevance, (width, lines * height))
+    _finish(figure, panels, meshes[0], ends, relevance, grid, (width, lines * height))
     return figure
 
 
 def overlay(relevance: Relevance, image: Any) -> Figure:
-    """The photograph beside itself, in grey, under the map of its patches; prefix tokens left out.
+    """The photograph beside the map of its patches, in which its edges show; prefix tokens left out.
 
     image: a PIL image, or an array (row, column) or (row, column, channel), bytes or floats from 0 to 1. The patches
     are taken to tile all of it: where the model saw a crop, give the crop. The map is of the topmost layer, bilinear
     between the centres of the patches. Its colours run from the lowest patch to the highest, or to the 99th
-    percentile of a hundred or more, so that one patch cannot darken all others; the colour bar tells both.
+    percentile of a hundred or more, so that one patch cannot darken all others; the colour bar tells both. Of the
+    photograph the map keeps fine detail alone, as a little lightness: hue and broad lightness are the score's.
 
     Raises ValueError where there is no grid, the grid is of a video, or `image` is no image.
     """
@@ -68,53 +75,70 @@ def overlay(relevance: Relevance, image: Any) -> Figure:
         raise ValueError(
             f"these scores are of {len(grid)} frames of a video, and lie over no single image; leave it out"
         )
-    ends = patch_scale(grid)
-    photograph = _photograph(image)
-    width, height = _panel(photograph.shape[:2])
+    ends = patch_scale(grid, signed=is_signed(relevance.scores))
+    photograph = Image.fromarray(_photograph(image))
+    width, height = _panel((photograph.height, photograph.width))
     figure = blank(max(WIDTH, 2 * width + 1.2), height + 0.6, layout="compressed")
     plain, covered = figure.subplots(1, 2)
     plain.imshow(photograph)
-    brightness = photograph @ np.array([0.2126, 0.7152, 0.0722]) / 255
-    covered.imshow(np.interp(brightness, (0, 1), GREY), cmap="gray", vmin=0, vmax=1)
-    rows, columns = photograph.shape[:2]
-    mesh = covered.imshow(
-        np.minimum(grid, ends.high),  # else a patch far beyond the scale would fill its neighbours' places too
-        cmap=colour_map(GROUND),
-        interpolation="bilinear",
-        alpha=ALPHA,
-        extent=(-0.5, columns - 0.5, rows - 0.5, -0.5),
-        vmin=ends.low,
-        vmax=ends.high,
-    )
+    covered.imshow(_blended(grid, photograph, ends))
+    _hatch_zeros(covered, grid, (photograph.height, photograph.width))
     plain.set_axis_off()
     covered.set_axis_off()
-    _finish(figure, covered, mesh, ends, relevance, (width, height))
+    mesh = ScalarMappable(norm(ends), colour_map(ends.ramp(GROUND)))
+    _finish(figure, covered, mesh, ends, relevance, grid, (width, height))
     return figure
 
 
 def blended(grid: NDArray[np.float64], image: Image.Image) -> Image.Image:
-    """The photograph in grey under the map of its patches (row, column), as in `overlay`, and nothing beside it."""
-    ends = patch_scale(grid)
-    clipped = Image.fromarray(np.clip(grid, ends.low, ends.high).astype(np.float32))
-    shares = (np.asarray(clipped.resize(image.size, Image.Resampling.BILINEAR)) - ends.low) / (
-        ends.high - ends.low or 1
-    )
-    grey = np.interp(np.asarray(image.convert("L")) / 255, (0, 1), GREY)[..., None]
-    pixels = ALPHA * colours(GROUND, np.clip(shares, 0, 1)) + (1 - ALPHA) * grey
-    return Image.fromarray(np.rint(255 * pixels).astype(np.uint8))
+    """The map of the patches (row, column) with the photograph's edges, as in `overlay`, and nothing beside it."""
+    return _blended(grid, image, patch_scale(grid))
+
+
+def _blended(grid: NDArray[np.float64], image: Image.Image, ends: Scale) -> Image.Image:
+    # What lies far beyond the scale would fill its neighbours' places too.
+    clipped = Image.fromarray(np.clip(np.nan_to_num(grid), ends.low, ends.high).astype(np.float32))
+    scores = np.asarray(clipped.resize(image.size, Image.Resampling.BILINEAR), dtype=np.float64)
+    lab = oklab(ends.ramp(GROUND), np.clip((scores - ends.low) / (ends.high - ends.low or 1), 0, 1))
+    lab[..., 0] += _detail(image)
+    return Image.fromarray(np.rint(255 * srgb(lab)).astype(np.uint8))
+
+
+def _detail(image: Image.Image) -> NDArray[np.float64]:
+    """How much lighter or darker each pixel (row, column) is than what surrounds it, within `DETAIL` either way."""
+    lightness = np.cbrt(luminance(np.asarray(image.convert("RGB")) / 255))
+    around = gaussian_filter(lightness, BROAD * max(image.size))
+    return DETAIL * np.tanh((lightness - around) / DETAIL)
+
+
+def _hatch_zeros(axes: Axes, grid: NDArray[np.float64], shape: tuple[int, int]) -> None:
+    """Hatch the patches that score exactly 0 over a photograph of `shape` (rows, columns)."""
+    height, width = shape[0] / grid.shape[0], shape[1] / grid.shape[1]
+    for row, column in np.argwhere(grid == 0).tolist():
+        patch = Rectangle((column * width - 0.5, row * height - 0.5), width, height)
+        hatch(patch)
+        axes.add_patch(patch)
 
 
 def _finish(
-    figure: Figure, panels: Axes | NDArray[Any], mesh: Any, ends: Scale, relevance: Relevance, size: tuple[float, float]
+    figure: Figure,
+    panels: Axes | NDArray[Any],
+    mesh: Any,
+    ends: Scale,
+    relevance: Relevance,
+    grid: NDArray[np.float64],
+    size: tuple[float, float],
 ) -> None:
-    text = visible(f"{method_and_query(relevance)}, layer {relevance.layers[-1]}")
-    figure.suptitle(text, fontsize=10, **literal([text]))
     every: list[Axes] = np.ravel(np.asarray(panels, dtype=object)).tolist()
     for axes in every:
         axes.tick_params(labelsize=8, length=0)
         axes.spines[:].set_visible(False)
     width, height = size
-    colour_bar(figure, mesh, every, ends, fraction=min(0.3, BAR / width), aspect=height / BAR)
+    place = {"ax": every, "pad": 0.02, "fraction": min(0.3, BAR / width), "aspect": height / BAR}
+    colour_bar(figure, mesh, ends, **place)
+    text = f"{method_and_query(relevance)}, layer {relevance.layers[-1]}"
+    head(figure, text)
+    foot(figure, notes(relevance, grid, ends, zero="hatched"), [text])
 
 
 def _panel(shape: tuple[int, ...]) -> tuple[float, float]:

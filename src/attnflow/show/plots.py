@@ -7,28 +7,49 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from attnflow.relevance import Relevance
-from attnflow.show.canvas import blank, colour_bar, colour_map, label_tokens, save_figure, title
-from attnflow.show.colour import PAPER, Scale, scale
+from attnflow.show.canvas import (
+    blank,
+    colour_bar,
+    colour_map,
+    foot,
+    hatch,
+    label_tokens,
+    norm,
+    save_figure,
+    scores_drawn,
+    title,
+)
+from attnflow.show.colour import PAPER, Scale, is_signed, scale
 from attnflow.show.graph import attention_graph
+from attnflow.show.lines import text_lines
 from attnflow.show.overlay import overlay, patch_map
-from attnflow.show.wording import method_and_query
+from attnflow.show.wording import method_and_query, notes
 from attnflow.show.wording import rows as rows_of
 
-__all__ = ["attention_graph", "layer_map", "layer_maps", "overlay", "patch_map", "picture", "save_figure"]
+__all__ = ["attention_graph", "layer_map", "layer_maps", "overlay", "patch_map", "picture", "save_figure", "text_lines"]
 
 SIDE_BY_SIDE = 12  # tokens up to which three maps fit beside one another
+READABLE = 40  # tokens up to which a layer x token map is read at the width of a page
+MOST = 10_000  # tokens in all the texts of a picture, about a dozen pages
 
 
 def picture(relevance: Relevance, image: Any = None) -> Figure:
-    """The picture that suits: an overlay where an image is given, a map of patches, or a layer x token map."""
+    """The picture that suits.
+
+    An overlay where an image is given, else a map of patches; of up to 40 tokens a layer x token map; of more, the text
+    itself in coloured lines, unless it would have to be written too often.
+    """
     if image is not None:
         return overlay(relevance, image)
-    return patch_map(relevance) if relevance.grid else layer_map(relevance)
+    if relevance.grid:
+        return patch_map(relevance)
+    scores, _, kind = rows_of(relevance)
+    too_often = kind != "layer" and scores.size > MOST
+    return layer_map(relevance) if len(relevance.tokens) <= READABLE or too_often else text_lines(relevance)
 
 
 def layer_map(relevance: Relevance) -> Figure:
@@ -38,7 +59,7 @@ def layer_map(relevance: Relevance) -> Figure:
 
     Colours run from 0 to the highest score of the map and follow the square root of the score, as the colour bar
     shows, so that words remain visible beside the query's own position; if some scores are negative, they run
-    evenly from the lowest.
+    evenly to both sides of 0, which is white. What is exactly 0 is hatched. The foot says what else must be known.
     """
     return layer_maps([relevance])
 
@@ -59,55 +80,68 @@ def layer_maps(relevances: Sequence[Relevance]) -> Figure:
     if any(relevance.tokens != tokens for relevance in relevances):
         raise ValueError("the maps have different tokens; compare relevances of one input")
     rows, labels, names = zip(*(rows_of(relevance) for relevance in relevances), strict=True)
-    ends = scale(np.concatenate(rows))
+    ends = scale(np.concatenate(rows), signed=any(is_signed(relevance.scores) for relevance in relevances))
     beside = len(rows) > 1 and len(tokens) <= SIDE_BY_SIDE
-    figure, panels = _panels(rows, len(tokens), beside=beside)
+    figure, panels, (width, heights) = _panels(rows, len(tokens), beside=beside)
     mesh = None
     for number, (axes, relevance, scores) in enumerate(zip(panels, relevances, rows, strict=True)):
         mesh = _draw_map(axes, scores, ends)
         if names[number] != "layer":
             axes.invert_yaxis()  # what was written first stands first
         if not beside or number == 0 or labels[number] != labels[0]:
-            axes.set_yticks(range(len(scores)), labels[number])
+            label_tokens(axes.yaxis, labels[number], heights[number])
             axes.set_ylabel(names[number])
         else:
             axes.set_yticks([])
         if beside or number == len(rows) - 1:
-            label_tokens(axes.xaxis, tokens, 8, rotation=90)
+            label_tokens(axes.xaxis, tokens, width, rotation=90)
         else:
             axes.set_xticks([])
-        title(axes, method_and_query(relevance))
-    colour_bar(figure, mesh, panels, ends, fraction=0.05, aspect=4 * _height(rows, beside=beside))
+        title(axes, method_and_query(relevance), width)
+    aspect = 4 * (max(heights) if beside else sum(heights))
+    colour_bar(figure, mesh, ends, ax=panels, pad=0.02, fraction=0.05, aspect=aspect)
+    foot(figure, _notes(relevances, rows, ends), [*tokens, *(label for some in labels for label in some)])
     return figure
 
 
-def _panels(rows: Sequence[NDArray[np.float64]], tokens: int, *, beside: bool) -> tuple[Figure, list[Axes]]:
+def _notes(relevances: Sequence[Relevance], rows: Sequence[NDArray[np.float64]], ends: Scale) -> list[str]:
+    """What must be known of each map; of several, with the method's name before what is not said of all."""
+    each = [notes(one, scores, ends, zero="hatched") for one, scores in zip(relevances, rows, strict=True)]
+    return [
+        note if all(note in others for others in each) else f"{one.recipe.get('method', 'relevance')}: {note}"
+        for one, own in zip(relevances, each, strict=True)
+        for note in own
+    ]
+
+
+def _panels(
+    rows: Sequence[NDArray[np.float64]], tokens: int, *, beside: bool
+) -> tuple[Figure, list[Axes], tuple[float, list[float]]]:
+    """A figure with a panel for each map, the width of each in inches, and their heights."""
     width = float(np.clip(0.24 * tokens, 2.4, 22))
-    height = _height(rows, beside=beside)
+    layers = np.array([len(scores) for scores in rows])
+    height = float(np.clip(0.28 * (layers.max() if beside else layers.sum()), 1, 22))
     if beside:
         figure = blank(len(rows) * (width + 0.3) + 1.5, height + 1.6)
         panels = figure.subplots(1, len(rows), squeeze=False)
+        heights = np.full(len(rows), height)
     else:
         figure = blank(width + 1.8, height + 0.4 * len(rows) + 1.2)
-        panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=[len(scores) for scores in rows])
-    return figure, panels.ravel().tolist()
-
-
-def _height(rows: Sequence[NDArray[np.float64]], *, beside: bool) -> float:
-    """Inches that the rows of the maps take, between one and a page's."""
-    layers = [len(scores) for scores in rows]
-    return float(np.clip(0.28 * (max(layers) if beside else sum(layers)), 1, 22))
+        panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=layers.tolist())
+        heights = height * layers / layers.sum()
+    return figure, panels.ravel().tolist(), (width, heights.tolist())
 
 
 def _draw_map(axes: Axes, scores: NDArray[np.float64], ends: Scale) -> Any:
     height, width = scores.shape
     gap = 0.6 if width <= 130 else 0
+    hatch(axes.patch)
     mesh = axes.pcolormesh(
         np.arange(width + 1) - 0.5,
         np.arange(height + 1) - 0.5,
-        scores,
-        cmap=colour_map(PAPER),
-        norm=PowerNorm(ends.power, ends.low, ends.high),
+        scores_drawn(scores),
+        cmap=colour_map(ends.ramp(PAPER)),
+        norm=norm(ends),
         edgecolors="white" if gap else "none",
         linewidth=gap,
     )

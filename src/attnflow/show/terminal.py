@@ -13,27 +13,40 @@ from rich.style import Style
 from rich.text import Text
 
 from attnflow.relevance import Relevance
-from attnflow.show.colour import GROUND, RGB, Scale, ink, patch_scale, rgb, scale
-from attnflow.show.wording import LONGEST_LABEL, caption, decimals, patches, prefix, rows, visible
+from attnflow.show.colour import GROUND, RGB, Scale, ink, is_signed, patch_scale, rgb, scale, text_scale
+from attnflow.show.wording import LONGEST_LABEL, caption, decimals, notes, number, patches, prefix, rows, visible
 
 MAP_WIDTH = 48
 HEADER = 10  # columns that a heading may take
 
 
 def show(relevance: Relevance, *, console: Console | None = None) -> None:
-    """Print the tokens coloured by `relevance.row`, the token x layer table and the recipe.
+    """Print the tokens coloured by `relevance.row`, the token x layer table, the recipe, and what else must be known.
 
     The patches of an image are a map with their highest places in words, and the table holds the other tokens.
-    Colours of the line and of the table each run from 0 to their own highest score. Where the output is no
-    terminal the same numbers come as plain text, and the map as per cent of its range.
+    Colours of the line and of the table each have a scale of their own; what is exactly 0 has none, and is written 0.
+    Where the output is no terminal, or NO_COLOR is set, the same numbers come as plain text, and the map as per cent
+    of its range.
     """
     console = console or Console()
+    scores, coloured = relevance.row, _coloured(console)
+    signed = is_signed(relevance.scores)
     if relevance.grid is None:
-        _print(console, _token_line(relevance, console.width))
+        ends = text_scale(scores, signed=signed)
+        _print(console, _token_line(relevance, ends, console.width))
     else:
-        _print(console, _patch_map(relevance, console.width, coloured=console.color_system is not None))
+        scores = patches(relevance, scores)
+        ends = patch_scale(scores, signed=signed)
+        _print(console, _patch_map(scores, ends, console.width, coloured=coloured))
     _print(console, _table(relevance, console.width))
-    console.print(Text(caption(relevance), style="dim"), soft_wrap=True)
+    zero = "without colour" if coloured else "0" if relevance.grid is None else "·"
+    for line in [caption(relevance), *(visible(note) for note in notes(relevance, scores, ends, zero=zero))]:
+        console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def _coloured(console: Console) -> bool:
+    """Whether the terminal shows a ramp: of sixteen colours the nearest ones are in no order."""
+    return not console.no_color and console.color_system in ("256", "truecolor")
 
 
 def _print(console: Console, lines: Iterator[Text]) -> None:
@@ -47,7 +60,13 @@ def _print(console: Console, lines: Iterator[Text]) -> None:
 
 
 def _painted(text: str, score: float, ends: Scale) -> Text:
-    ground = rgb(GROUND, ends.share(score))
+    """The text on the colour of its score; as it is, where that is exactly 0."""
+    if score == 0:
+        return Text(text, style="dim")
+    return _on(rgb(ends.ramp(GROUND), ends.share(score)), text)
+
+
+def _on(ground: RGB, text: str) -> Text:
     return Text(text, style=Style(color=_colour(ink(ground)), bgcolor=_colour(ground)))
 
 
@@ -55,9 +74,8 @@ def _colour(value: RGB) -> Color:
     return Color.from_rgb(*value)
 
 
-def _token_line(relevance: Relevance, width: int) -> Iterator[Text]:
+def _token_line(relevance: Relevance, ends: Scale, width: int) -> Iterator[Text]:
     """The tokens in reading order, as many to a line as fit; a token wider than a line is folded."""
-    ends = scale(relevance.row)
     line = Text()
     for token, score in zip(relevance.tokens, relevance.row.tolist(), strict=True):
         for piece in _folded(f" {visible(token)} ", width):
@@ -85,13 +103,14 @@ def _table(relevance: Relevance, width: int) -> Iterator[Text]:
         return
     scores, columns, name = rows(relevance)
     scores = scores[:, positions]
-    numbers = [[f"{score:.{decimals(scores)}f}" for score in layer] for layer in scores.tolist()]
-    cell = 2 + max(len(number) for layer in numbers for number in layer)
+    signed, digits = is_signed(relevance.scores), decimals(scores)
+    numbers = [[number(score, digits, signed=signed) for score in layer] for layer in scores.tolist()]
+    cell = 2 + max(len(text) for layer in numbers for text in layer)
     cell = max(cell, 2 + min(HEADER, max(cell_len(column) for column in columns)))
     labels = _labels([relevance.tokens[position] for position in positions], width - cell - 5)
     margin = 5 + cell_len(labels[0])
     block = max(1, (width - margin) // cell)
-    ends = scale(scores)
+    ends = scale(scores, signed=signed)
     for start in range(0, len(numbers), block):
         chosen = range(start, min(start + block, len(numbers)))
         if start:
@@ -121,26 +140,36 @@ def _labels(tokens: Sequence[str], width: int) -> list[str]:
     ]
 
 
-def _patch_map(relevance: Relevance, width: int, *, coloured: bool) -> Iterator[Text]:
-    grid = patches(relevance, relevance.row)
-    ends = patch_scale(grid)
+def _patch_map(grid: NDArray[np.float64], ends: Scale, width: int, *, coloured: bool) -> Iterator[Text]:
     digits = decimals(grid)
-    for number, frame in enumerate(grid.reshape(-1, *grid.shape[-2:])):
+    low, high = (number(end, digits, signed=ends.signed) for end in (ends.low, ends.high))
+    for place, frame in enumerate(grid.reshape(-1, *grid.shape[-2:])):
         if grid.ndim == 3:
-            yield Text(f"frame {number}:")
+            yield Text(f"frame {place}:")
         yield from _blocks(frame, ends, width) if coloured else _percents(frame, ends, width)
     if coloured:
-        swatch = Text(f"{ends.low:.{digits}f} ")
-        for share in np.linspace(0, 1, 12).tolist():
-            swatch.append_text(_painted(" ", share, Scale(0, 1)))
-        yield swatch.append(f" {ends.high:.{digits}f}{ends.top}")
+        swatch = Text(f"{low} ")
+        for share in np.linspace(0, 1, 13).tolist():
+            swatch.append_text(_on(rgb(ends.ramp(GROUND), share), " "))
+        yield swatch.append(f" {high}{ends.top}")
+    elif ends.signed:
+        yield Text(f"per cent of {high}{ends.top}")
     else:
-        yield Text(f"per cent of the way from {ends.low:.{digits}f} to {ends.high:.{digits}f}{ends.top}")
-    best = np.argsort(-grid, axis=None, kind="stable")[:3]
-    places = zip(*np.unravel_index(best, grid.shape), strict=True)
-    named = (f"({', '.join(map(str, place))}) {grid[place]:.{digits}f}" for place in places)
+        yield Text(f"per cent of the way from {low} to {high}{ends.top}")
+    yield _places("highest", np.argsort(-grid, axis=None, kind="stable")[:3], grid, ends)
+    if ends.signed:
+        yield _places("lowest", np.argsort(grid, axis=None, kind="stable")[:3], grid, ends)
+
+
+def _places(which: str, chosen: NDArray[np.intp], grid: NDArray[np.float64], ends: Scale) -> Text:
+    """Where some patches are, and what they score."""
+    digits = decimals(grid)
+    places = zip(*np.unravel_index(chosen, grid.shape), strict=True)
+    named = (
+        f"({', '.join(map(str, place))}) {number(float(grid[place]), digits, signed=ends.signed)}" for place in places
+    )
     axes = "frame, row, column" if grid.ndim == 3 else "row, column"
-    yield Text(f"highest at ({axes}): " + "; ".join(named))
+    return Text(f"{which} at ({axes}): " + "; ".join(named))
 
 
 def _blocks(grid: NDArray[np.float64], ends: Scale, width: int) -> Iterator[Text]:
@@ -150,19 +179,32 @@ def _blocks(grid: NDArray[np.float64], ends: Scale, width: int) -> Iterator[Text
     for top in range(0, len(halves), 2):
         line = Text()
         for column, score in enumerate(halves[top].tolist()):
-            upper = _colour(rgb(GROUND, ends.share(score)))
-            if top + 1 < len(halves):
-                lower = _colour(rgb(GROUND, ends.share(float(halves[top + 1, column]))))
-                line.append("▀", Style(color=upper, bgcolor=lower))
+            upper = _ground(score, ends)
+            lower = _ground(float(halves[top + 1, column]), ends) if top + 1 < len(halves) else None
+            if upper is None:
+                line.append("▄" if lower else " ", Style(color=lower))
             else:
-                line.append("▀", Style(color=upper))
+                line.append("▀", Style(color=upper, bgcolor=lower))
         yield line
 
 
+def _ground(score: float, ends: Scale) -> Color | None:
+    """The colour of a patch; none where it is exactly 0."""
+    return None if score == 0 else _colour(rgb(ends.ramp(GROUND), ends.share(score)))
+
+
 def _percents(grid: NDArray[np.float64], ends: Scale, width: int) -> Iterator[Text]:
-    block = max(1, width // 4)
+    """Per cent of the way along the scale, or from 0 to its end either way; a point where a patch is exactly 0."""
+    cell = 5 if ends.signed else 4
+    block = max(1, width // cell)
     for start in range(0, grid.shape[1], block):
         if start:
             yield Text(f"columns from {start}:")
         for row in grid[:, start : start + block].tolist():
-            yield Text("".join(f"{round(100 * ends.share(score)):>4}" for score in row))
+            yield Text("".join(f"{_percent(score, ends):>{cell}}" for score in row))
+
+
+def _percent(score: float, ends: Scale) -> str:
+    if score == 0:
+        return "·"
+    return f"{200 * ends.share(score) - 100:+.0f}" if ends.signed else f"{100 * ends.share(score):.0f}"

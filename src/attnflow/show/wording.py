@@ -8,8 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnflow.relevance import Relevance
+from attnflow.show.colour import Scale, is_signed
 
 LONGEST_LABEL = 24
+SATURATED = 0.5  # the share of values that no longer depend on the query from which it is said
+NAMED = 4  # tokens beyond a scale that are named
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _JOINERS = "\u200c\u200d"  # part of ordinary words in Persian and in Indic scripts, and of emoji
 
@@ -44,6 +47,11 @@ def decimals(scores: NDArray[np.float64]) -> int:
     if largest == 0 or largest >= 0.1:
         return 3
     return min(12, 2 - int(np.floor(np.log10(largest))))
+
+
+def number(score: float, digits: int, *, signed: bool) -> str:
+    """A score as text: with its sign if others may have another one, and 0 alone where it is exactly 0."""
+    return "0" if score == 0 else f"{score:{'+' if signed else ''}.{digits}f}"
 
 
 def method_and_query(relevance: Relevance) -> str:
@@ -116,6 +124,91 @@ def caption(relevance: Relevance) -> str:
     if left_out := relevance.recipe.get("left_out"):
         parts.append(f"without {' and '.join(left_out['roles'])} tokens, which hold {left_out['share']:.0%}")
     return visible(", ".join(parts))
+
+
+def notes(relevance: Relevance, scores: NDArray[np.float64], ends: Scale, *, zero: str) -> list[str]:
+    """What must be known to read `scores` as drawn on the scale `ends`, a clause each; for the foot of every view.
+
+    scores: any shape whose last axis is that of the tokens, or of a picture's patches. zero: how the view draws what is
+    exactly 0, for instance "hatched".
+    """
+    return [
+        note
+        for note in (
+            saturation(relevance),
+            _evenness(ends),
+            _sign(relevance),
+            _beyond(relevance, scores, ends),
+            _zeros(relevance, scores, zero),
+        )
+        if note is not None
+    ]
+
+
+def saturation(relevance: Relevance) -> str | None:
+    """That most values of a flow are set by its two ends alone, if they are (`FlowResult.saturated`)."""
+    checks = relevance.recipe.get("checks", {})
+    share = checks["layers"][-1]["saturated"] if "layers" in checks else checks.get("saturated", 0.0)
+    if share <= SATURATED:
+        return None
+    start = relevance.recipe.get("settings", {}).get("start_layer") or 0
+    where = f" at layer {relevance.layers[-1]}" if len(relevance.layers) > 1 else ""
+    return (
+        f"{share:.0%} of these values{where} no longer depend on the query: they equal what layer {start} lets through "
+        "to the token; try a lower layer, one head, or a larger residual"
+    )
+
+
+def doubts(relevance: Relevance) -> list[str]:
+    """What makes less of the scores than any picture of them shows: saturation, and mixing that was not seen."""
+    mixers = unseen_mixers(relevance)
+    said = [saturation(relevance), None if mixers is None else f"{mixers} mixes positions unseen"]
+    return [one for one in said if one is not None]
+
+
+def _evenness(ends: Scale) -> str | None:
+    if ends.even is None:
+        return None
+    differ = f"{100 * ends.even:.1g}" if ends.even >= 1e-6 else "0"
+    return f"the scores are even to within {differ} %, and drawn flat"
+
+
+def _sign(relevance: Relevance) -> str | None:
+    if not is_signed(relevance.scores):
+        return None
+    speaks = "positive (blue) speaks for, negative (orange) against"
+    where = f" at layer {relevance.layers[-1]}" if len(relevance.layers) > 1 else ""
+    return f"{speaks}; the scores{where} sum to {relevance.row.sum():+.3g}"
+
+
+def _beyond(relevance: Relevance, scores: NDArray[np.float64], ends: Scale) -> str | None:
+    """Which tokens lie beyond the scale, if some do; patches have no names, and a picture's scale tells the highest."""
+    count = len(relevance.tokens)
+    if ends.highest is None or scores.shape[-1] != count:
+        return None
+    flat = scores.ravel()
+    far = [i for i in np.argsort(-np.abs(flat), kind="stable").tolist() if abs(flat[i]) > ends.high]
+    named = [f"{shortened(relevance.tokens[i % count])} at {i % count} ({flat[i]:.3g})" for i in far[:NAMED]]
+    more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
+    return f"the colours end at {ends.high:.3g}; beyond it: {', '.join(named)}{more}"
+
+
+def _zeros(relevance: Relevance, scores: NDArray[np.float64], zero: str) -> str | None:
+    if not (scores == 0).any():
+        return None
+    why = "the tokens after a query, hidden from it" if _causal(relevance) else "nothing comes from there"
+    return f"{zero}: exactly 0, {why}"
+
+
+def _causal(relevance: Relevance) -> bool:
+    """Whether every token after each query scores exactly 0, and no other: the mark of a causal mask."""
+    if "left_out" in relevance.recipe:
+        return False  # the tokens have lost their places
+    # A token was written by the position before it, which does not see the token either.
+    sees = np.array(relevance.queries) - written(relevance)
+    after = np.arange(len(relevance.tokens)) > sees[:, None]
+    zero = relevance.every_layer == 0
+    return bool(after.any() and (zero == after).all())
 
 
 def patches(relevance: Relevance, scores: NDArray[np.float64]) -> NDArray[np.float64]:
