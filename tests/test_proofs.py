@@ -630,7 +630,7 @@ def test_a_model_compiled_in_place_is_not_compiled_again():
     from torch._dynamo.utils import counters
 
     model = hf.BertModel(hf.BertConfig(**WORDS)).eval()
-    expected = [layer.attention() for layer in capture_batch(model, {"input_ids": EIGHT}).layers]
+    expected = [layer.attention() for layer in capture(model, {"input_ids": EIGHT}).layers]
     model.compile(backend=lambda graph, _: graph.forward)
     counters.clear()
     trace = capture(model, {"input_ids": EIGHT})

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnflow.baselines import BASELINES
     from attnflow.capturing import capture, capture_batch
     from attnflow.capturing.arrays import load
+    from attnflow.capturing.rules import RULES
     from attnflow.edges import EDGES
     from attnflow.explaining import explain
     from attnflow.faithfulness.metrics import METRICS
@@ -31,6 +32,7 @@ __all__ = [
     "EDGES",
     "METHODS",
     "METRICS",
+    "RULES",
     "Evaluation",
     "Relevance",
     "Trace",
@@ -70,6 +72,7 @@ _HOME = {
     "paths": "attnflow.routes",
     "raw": "attnflow.methods",
     "relevance": "attnflow.methods",
+    "RULES": "attnflow.capturing.rules",
     "rollout": "attnflow.methods",
 }
 

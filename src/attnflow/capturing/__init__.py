@@ -15,6 +15,7 @@ from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.naming import Labelled, Names
 from attnflow.capturing.recorder import Recording, WeightsOf, record
 from attnflow.capturing.replay import Pass
+from attnflow.capturing.rules import RULES
 from attnflow.capturing.structure import Mixers, Structure
 from attnflow.capturing.target import Chosen, Target
 from attnflow.layers import Layer
@@ -33,6 +34,7 @@ class CaptureSettings(TypedDict, total=False):
     prove: bool
     mixers: Mixers
     tower: str | None
+    rules: str | None
 
 
 def capture(model: torch.nn.Module, inputs: Any, **settings: Unpack[CaptureSettings]) -> Trace:
@@ -63,6 +65,7 @@ def capture_batch(
     prove: bool = True,
     mixers: Mixers = "refuse",
     tower: str | None = None,
+    rules: str | None = None,
 ) -> list[Trace]:
     """Run a model once and keep what it attended to: one trace per example, its padding removed.
 
@@ -77,6 +80,9 @@ def capture_batch(
     target: with one, every layer keeps the gradient of its attention weights for that number of the output: a class or
     token id, one per example, "predicted", or a function of the model's output that returns one score per example.
     Logits (batch, token, vocabulary) are read at the last token. Parameters' gradients are left as they were.
+
+    rules: how gradients are taken: by a set of `attnflow.RULES`, under which gradients times what they are of add up
+    to the score; needs a target.
 
     layers: keep these attention calls only, in the order of the forward pass: one (-1 is the last) or a range; the
     layers of the trace are then those, counted from 0, and its tokens the positions that enter the lowest.
@@ -113,13 +119,17 @@ def capture_batch(
     if generate is not None:
         written = generation.written(model, args, kwargs, generate)
         same: CaptureSettings = {"tokenizer": tokenizer, "tokens": tokens, "target": target, "layers": layers}
-        same |= {"weights": weights, "prove": prove, "mixers": mixers, "tower": tower}
+        same |= {"weights": weights, "prove": prove, "mixers": mixers, "tower": tower, "rules": rules}
         return [_answer(capture(model, one, **same), start) for one, start in written]
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
         huggingface.check_length(ids.shape[1], model, tokenizer)
+    if rules is not None and target is None:
+        raise ValueError(f"rules={rules!r} say how gradients of a target are taken, and there is none: give target=")
+    if rules is not None and rules not in RULES:
+        raise ValueError(f"rules {rules!r} are unknown; choose one of {', '.join(RULES)}")
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
-    how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights), "tower": tower}
+    how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights), "tower": tower, "rules": rules}
     asks = prove and weights is None
     known = structure.known(model, args, kwargs, tower) if asks else None
     recording, output = record(model, args, kwargs, chosen, compared=asks and known is None, **how)
@@ -133,8 +143,9 @@ def capture_batch(
         numbers = range(len(found.flow.steps))[how["layers"]]
         facts["kept"] = f"layers {numbers[0]} to {numbers[-1]} of {len(found.flow.steps)}"
     names = Names(model, tokenizer, tokens)
+    by_rules = {} if rules is None else {"rules": rules}
     return [
-        Trace(own, *labelled, output, facts, chosen and chosen.facts(index), reads=reads)
+        Trace(own, *labelled, output, facts, chosen and chosen.facts(index) | by_rules, reads=reads)
         for index, (own, labelled, reads) in enumerate(_examples(recording, found, kwargs, names))
     ]
 

@@ -241,12 +241,12 @@ def from_multi_head(
         heads(x, weight, bias)  # pyright: ignore[reportArgumentType]
         for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
     )
-    mask = _multi_head_mask(attn_mask, key_padding_mask, batch=q.shape[0], heads=num_heads)
+    mask = multi_head_mask(attn_mask, key_padding_mask, batch=q.shape[0], heads=num_heads)
     projection = OutProjection(out_proj_weight.detach(), None if out_proj_bias is None else out_proj_bias.detach())
     return FusedCall(module, q, k, v, q.shape[-1] ** -0.5, mask, False, projection)
 
 
-def _multi_head_mask(
+def multi_head_mask(
     attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, *, batch: int, heads: int
 ) -> torch.Tensor | None:
     """nn.MultiheadAttention's two masks, where True means hidden, as one where True means allowed (or one to add)."""

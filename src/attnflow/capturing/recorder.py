@@ -29,6 +29,7 @@ from attnflow.capturing.calls import (
 )
 from attnflow.capturing.inputs import fresh
 from attnflow.capturing.labels import Labels, tensors_in
+from attnflow.capturing.rules import Rules
 from attnflow.capturing.softmax import DIFFERENCE, WeightsByHand
 from attnflow.memory import check_memory
 
@@ -572,13 +573,15 @@ def record(
     compared: bool = False,
     copies: bool = False,
     tower: str | None = None,
+    rules: str | None = None,
 ) -> tuple[Recording, Any]:
     """Run the model once; the recording and the model's output.
 
     target: gives the scores (example,) of the model's output whose sum is differentiated with respect to what every
-    call returned; each call then keeps the gradient of its own example's target. Without
-    one no gradients are computed. Parameters' gradients are left as they were. layers, weights_of, compared, copies,
-    tower: see `Recorder`. A model that writes into what was kept runs once more, and copies are kept.
+    call returned; each call then keeps the gradient of its own example's target. Without one no gradients are computed.
+    Parameters' gradients are left as they were. rules: a set of `RULES`, by which gradients are taken. layers,
+    weights_of, compared, copies, tower: see `Recorder`. A model that writes into what was kept runs once more, and
+    copies are kept.
 
     Raises ValueError if no attention call was seen, and where the graph of gradients is cut.
     """
@@ -590,9 +593,10 @@ def record(
     state = torch.get_rng_state()
     settings: dict[str, Any] = {"layers": layers, "weights_of": weights_of, "compared": compared, "tower": tower}
     recorder = Recorder(model, gradients=target is not None, copies=copies, **settings)
+    settings["rules"] = rules
     with torch.inference_mode(False), torch.set_grad_enabled(target is not None), eagerly():
         own_args, own_kwargs = fresh(args), fresh(kwargs)
-        with recorder:
+        with nullcontext() if rules is None else Rules(rules).of(model), recorder:
             own_args, own_kwargs = recorder.given(own_args, own_kwargs)
             output = model(*own_args, **own_kwargs)
             recorder.finish(output)

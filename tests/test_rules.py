@@ -1,0 +1,174 @@
+"""Rules of the backward pass: relevance adds up to the score on any family, and the model stays what it was."""
+
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import attnflow
+from attnflow import capture
+from attnflow.baselines import BASELINES
+from attnflow.capturing.rules import RULES, Rules
+from classifiers import small_bert, sst2, sst2_examples, tokenizer
+from families import FAMILIES
+from toys import seeded
+
+# Patches drawn at random; kernels that take single precision only; a mask that has no batch axis.
+LEFT_OUT = {"vilt", "gpt_oss_sinks", "transformer_encoder_causal"}
+ADDING_UP = sorted(set(FAMILIES) - LEFT_OUT)
+
+
+def first_tensor(output):
+    values = [output] if isinstance(output, torch.Tensor) else output.values()
+    return next(x for x in values if isinstance(x, torch.Tensor))
+
+
+def score_of(output):
+    """A linear function of a model's output."""
+    x = first_tensor(output)
+    return (x * torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)).sum()
+
+
+def entrance(model, inputs):
+    """What enters, as a leaf, and the model as its function: embeddings of tokens, or pixels."""
+    if not isinstance(inputs, dict):
+        return inputs[:1].double().requires_grad_(), model
+    if "input_ids" not in inputs:
+        name = next(name for name, x in inputs.items() if x.is_floating_point())
+        rest = {other: x[:1] for other, x in inputs.items() if other != name}
+        return inputs[name][:1].double().requires_grad_(), lambda x: model(**{name: x}, **rest)
+    inputs = {name: x[:1].double() if x.is_floating_point() else x[:1] for name, x in inputs.items()}
+    name = next((name for name, x in inputs.items() if x.is_floating_point() and x.ndim > 3), None)
+    if name is not None:
+        return inputs[name].requires_grad_(), lambda x: model(**{**inputs, name: x})
+    shared = model.get_input_embeddings().weight
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is shared]
+    values = tables[0](inputs["input_ids"]).detach().requires_grad_()
+
+    def run(x):
+        hooks = [table.register_forward_hook(lambda *_: x) for table in tables]
+        try:
+            return model(**inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return values, run
+
+
+@pytest.mark.parametrize("family", ADDING_UP)
+def test_tokens_and_biases_add_up_to_the_score(family):
+    model, inputs, _ = FAMILIES[family]()
+    torch.manual_seed(0)
+    model = model.double()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    values, run = entrance(model, inputs)
+    expected = first_tensor(run(values))
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    for name in RULES:
+        with Rules(name).of(model) as rules:
+            output = run(values)
+        torch.testing.assert_close(first_tensor(output), expected, rtol=1e-12, atol=1e-12)
+        assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+        assert hooks == sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+        score = score_of(output)
+        leaves = [values, *rules.constants]
+        gradients = torch.autograd.grad(score, leaves, allow_unused=True)
+        parts = [(x * one).sum().item() for x, one in zip(leaves, gradients, strict=True) if one is not None]
+        assert np.isfinite(parts).all()
+        if RULES[name].adds_up:  # some models compute their norms in single precision
+            assert abs(sum(parts) - score.item()) < 1e-6 * max(abs(score.item()), abs(parts[0]))
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_a_sentence_of_sst2_adds_up(data, rules):
+    model, words = sst2(data)
+    for text, _ in sst2_examples(data, 3):
+        relevance = attnflow.explain(model, text, rules, tokenizer=words)
+        checks, score = relevance.recipe["checks"], relevance.recipe["target"]["score"]
+        total = relevance.scores.sum() + checks["bias_share"] * score
+        assert abs(total - score) <= (checks["completeness_error"] + 1e-6) * max(
+            abs(score), abs(relevance.scores).max()
+        )
+        if rules == "cp-lrp":
+            assert checks["completeness_error"] < 1e-4
+        else:
+            assert checks["completeness_error"] > 1e-6  # they leak by construction
+
+
+def returned(kept, _module, _args, output):
+    kept.append(output[0])
+
+
+def test_gradients_of_attention_follow_the_rules():
+    """What capture keeps of a call is what autograd says under the mode, of what the attention returned."""
+    model = small_bert()
+    inputs = tokenizer()("it is a good film", return_tensors="pt")
+    inputs["input_ids"] %= model.config.vocab_size
+    seen = {}
+    for rules in (None, *RULES):
+        trace = capture(model, dict(inputs), target=1, rules=rules)
+        kept = []
+        keep = partial(returned, kept)
+        hooks = [layer.attention.self.register_forward_hook(keep) for layer in model.bert.encoder.layer]
+        if rules is None:
+            output = model(**inputs)
+        else:
+            embeddings = model.bert.embeddings.register_forward_hook(lambda *a: a[-1].detach().requires_grad_())
+            with Rules(rules).of(model):
+                output = model(**inputs)
+            embeddings.remove()
+        gradients = torch.autograd.grad(output.logits[0, 1], kept)
+        for hook in hooks:
+            hook.remove()
+        for layer, gradient in zip(trace.layers, gradients, strict=True):
+            own = layer.gradient.output.permute(1, 0, 2).flatten(1)
+            torch.testing.assert_close(own, gradient[0], rtol=1e-4, atol=1e-6)
+        seen[rules] = trace.layers[0].gradient.of(slice(None))
+        assert trace.target.get("rules") == rules
+    for rules in RULES:
+        assert not torch.allclose(seen[None], seen[rules], rtol=1e-2)
+
+
+class Odd(nn.Module):
+    """A classifier with a function that no rule covers."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def get_input_embeddings(self):
+        return self.words
+
+    def forward(self, input_ids):
+        return self.head(torch.sinh(1 + self.layer(self.words(input_ids)))[:, 0])
+
+
+def test_a_function_without_a_rule_is_named():
+    model = seeded(Odd())
+    ids = {"input_ids": torch.arange(5)[None]}
+    with pytest.warns(UserWarning, match=r"relevance misses .* of the score; functions without a rule: torch.sinh"):
+        relevance = attnflow.explain(model, ids, "cp-lrp")
+    assert relevance.recipe["checks"]["without_rule"] == ["torch.sinh"]
+    assert relevance.recipe["checks"]["completeness_error"] > 1e-3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.forward = lambda input_ids: model.head(model.layer(model.words(input_ids))[:, 0])
+        assert attnflow.explain(model, ids, "cp-lrp").recipe["checks"]["completeness_error"] < 1e-4
+
+
+def test_names_that_are_not():
+    model = small_bert()
+    ids = {"input_ids": torch.arange(5)[None]}
+    with pytest.raises(ValueError, match="rules 'lrp' are unknown; choose one of libra, attnlrp, cp-lrp"):
+        capture(model, ids, target=0, rules="lrp")
+    with pytest.raises(ValueError, match="rules='libra' say how gradients of a target are taken, and there is none"):
+        capture(model, ids, rules="libra")
+    assert set(RULES) <= set(BASELINES)
