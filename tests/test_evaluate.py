@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from attnflow import capture, rollout
+from attnflow import capture, load_model, rollout
 from attnflow.baselines import gradient_norm
 from attnflow.capturing import vision
 from attnflow.faithfulness import journal, run
-from attnflow.faithfulness.loading import photographs, text_classifier, texts
+from attnflow.faithfulness.loading import photographs, texts
 from attnflow.faithfulness.metrics import METRICS, blank_out_correlation, comprehensiveness
 from attnflow.faithfulness.results import Evaluation, Row
 from attnflow.faithfulness.run import evaluate
@@ -401,12 +401,13 @@ def test_classifiers_are_loaded_with_their_head_or_not_at_all(bert, words, tmp_p
     bert.bert.save_pretrained(tmp_path / "headless")
     for folder in ("whole", "headless"):
         words.save_pretrained(tmp_path / folder)
-    model, _ = text_classifier(str(tmp_path / "whole"))
+    task = "text-classification"
+    model, _ = load_model(tmp_path / "whole", task=task)
     assert torch.equal(model.classifier.weight, bert.classifier.weight)
-    with pytest.raises(ValueError, match="is no trained classifier: it has no weights for classifier"):
-        text_classifier(str(tmp_path / "headless"))
+    with pytest.raises(ValueError, match="was not trained to classify: it has no weights for classifier"):
+        load_model(tmp_path / "headless", task=task)
     with pytest.raises(ValueError, match="cannot load a text classifier from"):
-        text_classifier(str(tmp_path / "nowhere"))
+        load_model(tmp_path / "nowhere", task=task)
 
 
 @pytest.fixture

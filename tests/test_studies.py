@@ -182,7 +182,7 @@ def test_a_masked_model_is_asked_at_its_mask(study, tmp_path):
 def test_a_model_without_a_head_is_no_language_model():
     from attnflow.capturing import demo
 
-    with pytest.raises(ValueError, match="is no language model: it has no weights for cls"):
+    with pytest.raises(ValueError, match="was not trained to fill in masks: it has no weights for cls"):
         pronouns.load(str(demo.text_folder()))
 
 

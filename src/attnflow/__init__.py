@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnflow.baselines import BASELINES
     from attnflow.capturing import capture
     from attnflow.capturing.arrays import load
+    from attnflow.capturing.models import load_model
     from attnflow.faithfulness.metrics import METRICS
     from attnflow.faithfulness.results import Evaluation
     from attnflow.faithfulness.run import evaluate
@@ -35,6 +36,7 @@ __all__ = [
     "flow_bounds",
     "group_flow",
     "load",
+    "load_model",
     "min_cut",
     "paths",
     "raw",
@@ -54,6 +56,7 @@ _HOME = {
     "flow_bounds": "attnflow.methods",
     "group_flow": "attnflow.routes",
     "load": "attnflow.capturing.arrays",
+    "load_model": "attnflow.capturing.models",
     "min_cut": "attnflow.routes",
     "paths": "attnflow.routes",
     "raw": "attnflow.methods",

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from attnflow.capturing import examples, generation, huggingface, structure
+from attnflow.capturing import checkpoints, examples, generation, huggingface, structure
 from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.naming import Labelled, Names
 from attnflow.capturing.recorder import Recording, WeightsOf, record
@@ -91,7 +91,7 @@ def capture(
         return answers[0] if len(answers) == 1 else answers
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
-        huggingface.check_length(ids.shape[1], model, tokenizer)
+        huggingface.check_ids(ids, model, tokenizer)
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
     how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights), "tower": tower}
     asks = prove and weights is None
@@ -173,6 +173,8 @@ def _model_facts(model: torch.nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {"class": type(model).__name__}
     if name:
         facts["name"] = str(name)
+    if said := checkpoints.notes(model):
+        facts["notes"] = list(said)
     versions = {"torch": str(torch.__version__)}
     for package in ("transformers", "timm", "torchvision"):
         if package in sys.modules and type(model).__module__.startswith(package):

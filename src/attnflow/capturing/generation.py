@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnflow.capturing import huggingface
+from attnflow.capturing import checkpoints, huggingface
 
 # What belongs to a prompt of tokens alone, and what a model makes anew for prompt and answer when it is not given.
 _OF_THE_PROMPT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -83,7 +83,7 @@ def _generated(
     except IndexError as error:
         raise ValueError(
             f"{type(model).__name__} cannot write so far: it ran past its table of positions or tokens "
-            f"({huggingface.first_line(error)}); ask for fewer tokens, or shorten the prompt"
+            f"({checkpoints.first_line(error)}); ask for fewer tokens, or shorten the prompt"
         ) from error
     finally:
         hook.remove()
