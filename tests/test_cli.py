@@ -140,6 +140,7 @@ def test_image_takes_local_models(run, tmp_path, data):
     transformers.ViTModel(transformers.ViTConfig(**settings, image_size=32, patch_size=8)).save_pretrained(
         tmp_path / "hf"
     )
+    transformers.ViTImageProcessor().save_pretrained(tmp_path / "hf")
     arguments = {"img_size": [32, 48], "embed_dim": 48, "num_heads": 4, "depth": 2}
     model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **arguments)
     (tmp_path / "timm").mkdir()
@@ -327,9 +328,12 @@ def test_evaluate_measures_a_real_classifier(run, tmp_path, data):
 
 
 def test_evaluate_takes_photographs_with_masks(run, tmp_path, data):
+    import transformers
+
     from classifiers import small_vit
 
     small_vit().save_pretrained(tmp_path / "vit")
+    transformers.ViTImageProcessor().save_pretrained(tmp_path / "vit")
     small_vit().vit.save_pretrained(tmp_path / "headless")
     for folder, suffix in (("horses", "rgb.jpg"), ("masks", "mask.png")):
         (tmp_path / folder / "LABEL_2").mkdir(parents=True)

@@ -89,8 +89,9 @@ def attention_graph(
 
     Raises ValueError for a setting out of range.
     """
-    trace = attention if isinstance(attention, Trace) else Trace.from_arrays(attention)
-    residual = (0.5 if trace is attention else 0.0) if residual is None else residual
+    edges = residual == 0 and start_layer is not None  # raw attention has a residual of 0 unless asked
+    trace = attention if isinstance(attention, Trace) else Trace.from_arrays(attention, edges=edges)
+    residual = 0.5 if residual is None else residual
     count = len(trace.layers)
     bottom = None if start_layer is None else _layer_number("start_layer", start_layer, count)
     explained = tuple(range(bottom or 0, count)) if layer == "all" else (_layer_number("layer", layer, count),)

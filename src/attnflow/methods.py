@@ -70,8 +70,8 @@ def rollout(
     (layer, query, token). start_layer: the lowest layer taken in; scores are those of the positions that enter it.
     head: explain one head: its own matrix in the explained layer, the fusion of heads below (appendix A.1).
     head_fusion: over heads, "mean" (the paper's), "max" or "min".
-    residual: the weight of the identity in each transition. None is 0.5, the paper's, for a trace, and 0 for arrays,
-    which are taken as the edges of the graph as they stand.
+    residual: the weight of the identity in each transition. None is 0.5, the paper's, whatever the attention came from;
+    0 takes the arrays as the edges of the graph as they stand.
     receptive_field: divide each score R(q, t) by R0(q, t), the score it would have if every layer attended evenly to
     all that its mask lets it see: A0(i, j) = 1 / |visible(i)| for visible j. In a causal model early tokens are reached
     over more routes and score high wherever the model looks (section 6 asks for such a normalisation and
@@ -84,7 +84,7 @@ def rollout(
 
     >>> import attnflow
     >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
-    >>> attnflow.rollout([lower, upper], query=0).scores.round(2).tolist()
+    >>> attnflow.rollout([lower, upper], query=0, residual=0).scores.round(2).tolist()
     [[0.5, 0.5]]
     """
     return _explain(
@@ -125,7 +125,7 @@ def flow(
 
     >>> import attnflow
     >>> lower, upper = [[0.1], [0.1], [0.0]], [[0.1, 0.1, 0.8]]
-    >>> attnflow.flow([lower, upper]).scores.round(2).tolist()
+    >>> attnflow.flow([lower, upper], residual=0).scores.round(2).tolist()
     [[0.2]]
     """
     graph = attention_graph(
@@ -164,7 +164,7 @@ def flow_bounds(
     ("exact"), and the mean and the widest gap as shares of the upper bound. The settings are those of `flow`.
 
     >>> lower, upper = [[0.1], [0.1], [0.0]], [[0.1, 0.1, 0.8]]
-    >>> bounds = flow_bounds([lower, upper])
+    >>> bounds = flow_bounds([lower, upper], residual=0)
     >>> bounds.lower.scores.round(2).tolist(), bounds.upper.scores.round(2).tolist()
     ([[0.2]], [[0.2]])
     """

@@ -29,7 +29,7 @@ def load_model(name: str | Path | None = None, *, task: str = "text", device: An
     """A model in evaluation mode with what makes its inputs, its weights as they were stored.
 
     name: a local folder or a name on the Hugging Face hub; images also take folders of timm and hub names that start
-    with "timm/". None is the packaged demo of the tasks "text" and "image". Weights are read from safetensors or .bin
+    with "timm/". None is the packaged demo, for the tasks "text" and "image". Weights are read from safetensors or .bin
     files, whole or in shards, in the precision that they were stored in; Python objects and code are never loaded.
     task: "text", "text-generation", "text-classification" or "fill-mask" give (model, tokenizer); "image" or
     "image-classification" a `VisionModel` (model, prepare); "image-text" an `ImageTextModel` (model, processor). "text"
@@ -46,15 +46,14 @@ def load_model(name: str | Path | None = None, *, task: str = "text", device: An
     """
     if task not in _TASKS:
         raise ValueError(f"task {task!r} is unknown; choose one of {', '.join(_TASKS)}")
-    packaged = {"text": demo.TEXT, "image": demo.IMAGE}
-    if name is None and task not in packaged:
-        raise ValueError(f"there is no packaged model for task {task!r}: give the name of one")
-    chosen, place = str(packaged[task] if name is None else name), _device(device)
+    place = _device(device)
     if task == "image-text":
-        return image_text.load(chosen, place)
+        if name is None:
+            raise ValueError("there is no packaged model of image and text: give the name of one")
+        return image_text.load(str(name), place)
     if task in get_args(ImageTask):
-        return vision.load(chosen, place, classifies=task == "image-classification")
-    return huggingface.load(chosen, place, task=task)  # pyright: ignore[reportArgumentType]
+        return vision.load(demo.IMAGE if name is None else str(name), place, classifies=task == "image-classification")
+    return huggingface.load(demo.TEXT if name is None else str(name), place, task=task)  # pyright: ignore[reportArgumentType]
 
 
 def _device(name: Any) -> str:

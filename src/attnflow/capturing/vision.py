@@ -191,10 +191,8 @@ def _load_huggingface(name: str, classifies: bool, options: dict[str, Any]) -> V
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(name, **options)
         mean, std = tuple(processor.image_mean), tuple(processor.image_std)
-    except (OSError, ValueError, AttributeError) as error:
-        checkpoints.add_note(
-            model, f"no image processor tells how pixels are normalised ({first_line(error)}): as for ImageNet"
-        )
+    except (OSError, ValueError, AttributeError):
+        checkpoints.add_note(model, "no image processor says how the model wants its pixels: they are as for ImageNet")
     return VisionModel(model, (height, width), mean, std, _free_multiple(config))
 
 
