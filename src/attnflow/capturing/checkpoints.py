@@ -68,6 +68,8 @@ def _hub_answers() -> bool:
 
 def _reason(error: Exception) -> str:
     """Why a checkpoint cannot be read, in a line."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own, which is never run (load it yourself, and give it to attnflow.capture)"
     if isinstance(error, pickle.UnpicklingError):
         return "its weights are no tensors alone, and Python objects are never loaded (save them as safetensors)"
     if type(error).__name__ == "SafetensorError":
