@@ -26,6 +26,7 @@ def run(monkeypatch, capsys):
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["attnflow", *map(str, arguments)])
+        capsys.readouterr()  # of what made the folder
         code = 0
         try:
             cli.main()

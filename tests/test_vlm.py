@@ -125,8 +125,8 @@ def picture():
 
 
 @pytest.mark.parametrize("family", GRIDS)
-def test_the_command_line_explains_what_was_written(run, folder, tmp_path, data, family):
-    photo, name = data / "images" / "gradcam_horses.jpg", folder(family)
+def test_the_command_line_explains_what_was_written(run, folder, tmp_path, shipped, family):
+    photo, name = shipped / "images" / "horses.jpg", folder(family)
     asked = ["image", photo, "--model", name, "--text", QUESTION, "-q"]
     code, out, err = run(*asked, "--generate", 4, "--json", "-o", tmp_path / "overlay.png")
     assert (code, err) == (0, "")
