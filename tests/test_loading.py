@@ -121,7 +121,7 @@ FAULTS = {
         lambda folder: written(WEIGHTS, (folder / WEIGHTS).read_bytes()[:5000])(folder),
         "its weights cannot be read, the file may be cut short",
     ),
-    "no tensors": (written("pytorch_model.bin", PICKLE), "Python objects are never loaded"),
+    "no tensors": (written("pytorch_model.bin", PICKLE), "hold Python objects, which are never loaded"),
     "broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), "one of its files is no JSON"),
 }
 

@@ -71,7 +71,7 @@ def _reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return "it needs code of its own, which is never run (load it yourself, and give it to attnflow.capture)"
     if isinstance(error, pickle.UnpicklingError):
-        return "its weights are no tensors alone, and Python objects are never loaded (save them as safetensors)"
+        return "its weights are cut short, or hold Python objects, which are never loaded (save them as safetensors)"
     if type(error).__name__ == "SafetensorError":
         return f"its weights cannot be read, the file may be cut short ({first_line(error)})"
     if isinstance(error, json.JSONDecodeError):

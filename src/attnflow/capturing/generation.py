@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,11 +131,15 @@ def _example(
 def _settings(settings: int | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(settings, Mapping):
         return dict(settings)
-    if isinstance(settings, bool) or not isinstance(settings, int) or settings < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+    try:
+        count = 0 if isinstance(settings, bool) else operator.index(settings)
+    except TypeError:
+        count = 0
+    if count < 1:
         raise ValueError(
             f"generate= takes a number of tokens from 1 on, or a mapping of what generate takes; {settings!r} was given"
         )
-    return {"max_new_tokens": settings, "do_sample": False}
+    return {"max_new_tokens": count, "do_sample": False}
 
 
 def _check_padding(model: torch.nn.Module, ids: torch.Tensor, mask: Any, *, joint: bool) -> None:
@@ -165,4 +170,4 @@ def _until_end(answer: torch.Tensor, end: set[int]) -> torch.Tensor:
 def _end_ids(model: torch.nn.Module, settings: Mapping[str, Any]) -> set[int]:
     own: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found: Any = settings.get("eos_token_id", own)
-    return set() if found is None else {found} if isinstance(found, int) else set(found)
+    return set() if found is None else set(torch.as_tensor(found).flatten().tolist())
