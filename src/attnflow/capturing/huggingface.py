@@ -138,8 +138,13 @@ def check_ids(ids: torch.Tensor, model: torch.nn.Module, tokenizer: Any) -> None
             limit = module.num_embeddings - reserved
             if count > limit:
                 raise ValueError(f"the text has {count} tokens and the model takes {limit}; shorten or split it")
-    known: Any = getattr(model, "get_input_embeddings", lambda: None)()
-    if not isinstance(known, torch.nn.Embedding) or hasattr(getattr(model, "config", None), "vision_config"):
+    if hasattr(getattr(model, "config", None), "vision_config"):
+        return
+    try:
+        known: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:  # a model of several parts
+        return
+    if not isinstance(known, torch.nn.Embedding):
         return
     outside = ids[(ids < 0) | (ids >= known.num_embeddings)]
     if len(outside):
