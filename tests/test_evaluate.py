@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from attnflow import capture, rollout
+from attnflow import capture, load_model, rollout
 from attnflow.baselines import gradient_norm
 from attnflow.capturing import vision
 from attnflow.faithfulness import journal, run
-from attnflow.faithfulness.loading import photographs, text_classifier, texts
+from attnflow.faithfulness.loading import photographs, texts
 from attnflow.faithfulness.metrics import METRICS, blank_out_correlation, comprehensiveness
 from attnflow.faithfulness.results import Evaluation, Row
 from attnflow.faithfulness.run import evaluate
@@ -401,51 +401,51 @@ def test_classifiers_are_loaded_with_their_head_or_not_at_all(bert, words, tmp_p
     bert.bert.save_pretrained(tmp_path / "headless")
     for folder in ("whole", "headless"):
         words.save_pretrained(tmp_path / folder)
-    model, _ = text_classifier(str(tmp_path / "whole"))
+    task = "text-classification"
+    model, _ = load_model(tmp_path / "whole", task=task)
     assert torch.equal(model.classifier.weight, bert.classifier.weight)
-    with pytest.raises(ValueError, match="is no trained classifier: it has no weights for classifier"):
-        text_classifier(str(tmp_path / "headless"))
+    with pytest.raises(ValueError, match="was not trained to classify: it has no weights for classifier"):
+        load_model(tmp_path / "headless", task=task)
     with pytest.raises(ValueError, match="cannot load a text classifier from"):
-        text_classifier(str(tmp_path / "nowhere"))
+        load_model(tmp_path / "nowhere", task=task)
 
 
 @pytest.fixture
-def animals(data, tmp_path):
+def animals(shipped, tmp_path):
     """A folder of photographs by label, one without a label, and one that is none; and a folder of masks for two."""
-    images, horses = data / "images", data / "weizmann_horses"
     taken = {
-        "0/zebra.jpg": images / "imagenet_n02391049_zebra.jpg",
-        "big_cat/tabby.jpg": images / "imagenet_n02123045_tabby.jpg",
-        "horse/13.jpg": horses / "horse013_rgb.jpg",
-        "horse/24.jpg": horses / "horse024_rgb.jpg",
-        "loose.png": images / "gradcam_dogs.png",
-        "notes.txt": data / "SOURCES.md",
+        "0/parrot.jpg": "images/dog_and_bird.jpg",
+        "big_cat/tabby.jpg": "images/dog_and_cat.jpg",
+        "horse/1.jpg": "images/horses.jpg",
+        "horse/2.jpg": "images/dogs.jpg",
+        "loose.jpg": "images/hopper.jpg",
+        "notes.txt": "SOURCES.md",
     }
     for name, source in taken.items():
         (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, tmp_path / "photos" / name)
+        shutil.copy(shipped / source, tmp_path / "photos" / name)
     (tmp_path / "photos/0/broken.jpg").write_text("not an image")
     (tmp_path / "masks/horse").mkdir(parents=True)
-    for number in ("13", "24"):
-        shutil.copy(horses / f"horse0{number}_mask.png", tmp_path / "masks/horse" / f"{number}.png")
+    for number, source in (("1", "horses"), ("2", "dog_and_cat")):
+        shutil.copy(shipped / f"masks/{source}.png", tmp_path / "masks/horse" / f"{number}.png")
     return tmp_path
 
 
 def named_vit():
     model = small_vit()
-    model.config.id2label = {0: "zebra", 1: "tabby, big_cat", 2: "Horse"}
+    model.config.id2label = {0: "parrot", 1: "tabby, big_cat", 2: "Horse"}
     return vision.VisionModel(model, (32, 32))
 
 
 def test_photographs_are_opened_in_their_turn_the_labels_mixed(animals):
     examples = photographs(animals / "photos", named_vit())
     assert [example.args[1:] for example in examples] == [
-        (animals / "photos/loose.png", None),
+        (animals / "photos/loose.jpg", None),
         (animals / "photos/0/broken.jpg", 0),
         (animals / "photos/big_cat/tabby.jpg", 1),
-        (animals / "photos/horse/13.jpg", 2),
-        (animals / "photos/0/zebra.jpg", 0),
-        (animals / "photos/horse/24.jpg", 2),
+        (animals / "photos/horse/1.jpg", 2),
+        (animals / "photos/0/parrot.jpg", 0),
+        (animals / "photos/horse/2.jpg", 2),
     ]
     pixels, label = examples[2]()
     assert (pixels.shape, label) == ((1, 3, 32, 32), 1)
@@ -456,7 +456,7 @@ def test_photographs_are_opened_in_their_turn_the_labels_mixed(animals):
 def test_masks_lie_on_their_photographs(animals):
     horse = photographs(animals / "photos/horse", named_vit(), animals / "masks/horse")[0]
     pixels, label, inside = horse()
-    whole = np.asarray(Image.open(animals / "masks/horse/13.png").convert("L")) > 0
+    whole = np.asarray(Image.open(animals / "masks/horse/1.png").convert("L")) > 0
     assert (inside.shape, inside.dtype, label) == (pixels.shape[2:], np.bool_, None)
     assert inside.mean() == pytest.approx(whole.mean(), abs=0.03)
     rows = [half.mean() for half in np.array_split(inside, 2)]
@@ -474,8 +474,8 @@ def test_photographs_that_cannot_be_found_or_named_are_refused(animals):
     (animals / "photos/dog").mkdir()
     refused("holds no photographs", folder=animals / "photos/dog")
     assert len(photographs(animals / "photos", named_vit())) == 6
-    shutil.copy(animals / "photos/loose.png", animals / "photos/dog/dog.png")
-    refused("the folder 'dog' names no class of the model; .* index of a class or its name, such as 'zebra'")
+    shutil.copy(animals / "photos/loose.jpg", animals / "photos/dog/dog.jpg")
+    refused("the folder 'dog' names no class of the model; .* index of a class or its name, such as 'parrot'")
     with pytest.raises(ValueError, match="index of a class, or put photographs"):
         photographs(animals / "photos", vision.VisionModel(torch.nn.Linear(1, 1), (32, 32)))
 

@@ -95,7 +95,8 @@ def test_a_story_is_written_and_explained(stories):
     prompt = tokenizer.encode("Once upon a time")
     trace = capture(model, {"input_ids": torch.tensor([prompt])}, generate=12)
     ids = [int(token) for token in trace.tokens]
-    assert tokenizer.decode(ids).startswith(" Once upon a time, there was a little girl")
+    told = tokenizer.decode(ids, skip_special_tokens=True)
+    assert told.startswith("Once upon a time, there was a little girl")
     assert (trace.generated_from, len(ids)) == (len(prompt), len(prompt) + 12)
     np.testing.assert_allclose(attnflow.rollout(trace, query="generated").scores.sum(-1), 1, atol=1e-6)
 
@@ -113,6 +114,17 @@ def test_an_answer_ends_with_its_end_of_sequence(of_the_model):
     traces = capture_batch(model, inputs, generate=settings)
     assert traces[0].tokens == free[0].tokens[:9]
     assert len(traces[1].tokens) == 4 + 6
+
+
+@pytest.mark.parametrize("whole", [int, np.int64, torch.tensor])
+def test_numbers_of_numpy_and_torch_are_numbers(whole):
+    model, inputs = built(llama, "sdpa")
+    free = capture(model, inputs, generate=6)
+    assert [trace.tokens for trace in capture(model, inputs, generate=whole(6))] == [trace.tokens for trace in free]
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": whole(int(free[0].tokens[8]))}
+    assert capture(model, inputs, generate=settings)[0].tokens == free[0].tokens[:9]
+    ids = [whole(int(token)) for token in free[0].tokens[:4]]
+    assert capture(model, {"input_ids": ids}).tokens == free[0].tokens[:4]
 
 
 def test_what_cannot_be_generated_is_refused():

@@ -45,7 +45,7 @@ def test_transitions_are_made_for_what_is_asked():
     assert (graph.explained, graph.queries, graph.query_tokens) == ((2,), (2, 0), ("2", "0"))
     assert graph.top(2).shape == (2, 3)
     assert [transition.number for transition in graph.below(2)] == [1]
-    assert graph.settings["residual"] == 0
+    assert graph.settings["residual"] == 0.5
 
 
 @pytest.mark.parametrize(

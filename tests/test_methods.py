@@ -38,13 +38,13 @@ def mixed(fused, residual):
 
 def test_worked_example_rollout():
     lower, top = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
-    np.testing.assert_allclose(attnflow.rollout([lower, top], query=0).scores, [[0.5, 0.5]])
+    np.testing.assert_allclose(attnflow.rollout([lower, top], query=0, residual=0).scores, [[0.5, 0.5]])
 
 
 def test_worked_examples_flow():
-    first = attnflow.flow([[[0.1], [0.1], [0.0]], [[0.1, 0.1, 0.8]]])
+    first = attnflow.flow([[[0.1], [0.1], [0.0]], [[0.1, 0.1, 0.8]]], residual=0)
     np.testing.assert_allclose(first.scores, [[0.2]])
-    shared_pipe = attnflow.flow([[[1.0], [1.0]], [[0.4, 0.3]], [[0.5]]])
+    shared_pipe = attnflow.flow([[[1.0], [1.0]], [[0.4, 0.3]], [[0.5]]], residual=0)
     np.testing.assert_allclose(shared_pipe.scores, [[0.5]])
 
 

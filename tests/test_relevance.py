@@ -105,7 +105,7 @@ def test_top_and_normalized(minilm_trace):
     np.testing.assert_allclose(flow.normalized().scores.sum(-1), 1)
     assert flow.normalized().recipe["scaling"]
     assert "scaling" not in flow.recipe
-    zero = attnflow.flow(np.zeros((2, 3, 3))).normalized()
+    zero = attnflow.flow(np.zeros((2, 3, 3)), residual=0).normalized()
     np.testing.assert_array_equal(zero.scores, 0)
 
 

@@ -56,7 +56,7 @@ def test_edges_and_steps_name_layers_and_tokens(minilm_trace):
 
 def test_the_first_route_is_the_widest_of_the_graph():
     layers = [np.array([[0.5, 0.3], [0.2, 0.9]]), np.array([[0.1, 0.7], [0.6, 0.4]]), np.array([[0.3, 0.8]])]
-    first = paths(layers, 0, 1, top=1)[0]
+    first = paths(layers, 0, 1, top=1, residual=0)[0]
     # All routes from query 0 to token 1: the widest goes over key 1, then key 0 or 1.
     assert [step.position for step in first.steps] == [0, 1, 1, 1]
     np.testing.assert_allclose(first.amount, 0.4)
@@ -67,9 +67,9 @@ def test_several_queries_and_tokens_act_as_one(seed):
     layers = stack(seed)
     queries, tokens = [0, 2, 5], [1, 6]
     expected = reference.flow_between_groups(layers[-1], layers[:-1], queries, tokens)
-    cut = min_cut(layers, queries, tokens)
+    cut = min_cut(layers, queries, tokens, residual=0)
     np.testing.assert_allclose(sum(edge.capacity for edge in cut), expected, **CLOSE)
-    found = paths(layers, queries, tokens, top=None)
+    found = paths(layers, queries, tokens, top=None, residual=0)
     np.testing.assert_allclose(sum(path.amount for path in found), expected, **CLOSE)
     assert {path.steps[0].position for path in found} <= set(queries)
     assert {path.steps[-1].position for path in found} <= set(tokens)
@@ -84,7 +84,7 @@ def test_several_queries_and_tokens_act_as_one(seed):
 def test_group_flow_equals_networkx_with_super_nodes(seed):
     layers = stack(seed, depth=4)
     groups = {"one": [3], "word": [0, 1], "rest": [2, 4, 5, 6], "overlapping": [1, 2, -1]}
-    result = group_flow(layers, groups)
+    result = group_flow(layers, groups, residual=0)
     assert result.scores.shape == (4, 4, 4)
     assert result.tokens == result.query_tokens == tuple(groups)
     for number in range(4):
@@ -93,9 +93,10 @@ def test_group_flow_equals_networkx_with_super_nodes(seed):
                 queries, tokens = ([position % 7 for position in group] for group in (queries, tokens))
                 expected = reference.flow_between_groups(layers[number], layers[:number], queries, tokens)
                 np.testing.assert_allclose(result.scores[number, i, j], expected, **CLOSE)
-    np.testing.assert_allclose(group_flow(layers, groups, layer=2).scores, result.scores[2], **CLOSE)
+    np.testing.assert_allclose(group_flow(layers, groups, layer=2, residual=0).scores, result.scores[2], **CLOSE)
     np.testing.assert_allclose(
-        group_flow(layers, groups, layer=2, start_layer=1).scores, group_flow(layers[1:3], groups, layer=1).scores
+        group_flow(layers, groups, layer=2, start_layer=1, residual=0).scores,
+        group_flow(layers[1:3], groups, layer=1, residual=0).scores,
     )
 
 
@@ -116,12 +117,12 @@ def test_the_recipe_of_group_flow_is_complete_and_plain(minilm_trace, tmp_path):
 
 def test_nothing_flows_where_nothing_can():
     zeros = [np.zeros((3, 3)), np.eye(3)]
-    assert min_cut(zeros, 0, 0) == []
-    assert paths(zeros, 0, 0) == []
-    assert paths([np.eye(3)] * 3, 0, 1) == []
-    assert not group_flow(zeros, {"all": [0, 1, 2]}).scores[1].any()
-    assert [path.amount for path in paths([[[0.25]]], 0, 0)] == [0.25]
-    assert [edge[:4] for edge in min_cut([[[0.25]]], 0, 0)] == [(0, 0, 0, 0.25)]
+    assert min_cut(zeros, 0, 0, residual=0) == []
+    assert paths(zeros, 0, 0, residual=0) == []
+    assert paths([np.eye(3)] * 3, 0, 1, residual=0) == []
+    assert not group_flow(zeros, {"all": [0, 1, 2]}, residual=0).scores[1].any()
+    assert [path.amount for path in paths([[[0.25]]], 0, 0, residual=0)] == [0.25]
+    assert [edge[:4] for edge in min_cut([[[0.25]]], 0, 0, residual=0)] == [(0, 0, 0, 0.25)]
 
 
 @pytest.mark.parametrize(
@@ -136,21 +137,21 @@ def test_nothing_flows_where_nothing_can():
 )
 def test_groups_that_are_not(groups, message):
     with pytest.raises(ValueError, match=message):
-        group_flow(stack(0), groups)
+        group_flow(stack(0), groups, residual=0)
 
 
 def test_groups_need_as_many_queries_as_inputs():
     with pytest.raises(ValueError, match="there are 2 queries and 3 inputs"):
-        group_flow([np.ones((4, 3)), np.ones((2, 4))], {"all": [0]}, layer=1)
+        group_flow([np.ones((4, 3)), np.ones((2, 4))], {"all": [0]}, layer=1, residual=0)
 
 
 def test_wrong_tokens_and_counts():
     with pytest.raises(ValueError, match="token 9 is not an input"):
-        min_cut(stack(0), 0, 9)
+        min_cut(stack(0), 0, 9, residual=0)
     with pytest.raises(ValueError, match="query 9 is out of range"):
-        paths(stack(0), 9, 0)
+        paths(stack(0), 9, 0, residual=0)
     with pytest.raises(ValueError, match="must not be negative"):
-        paths(stack(0), 0, 0, top=-1)
+        paths(stack(0), 0, 0, top=-1, residual=0)
 
 
 @pytest.mark.parametrize("kind", fuzz_flow.KINDS)
@@ -158,7 +159,7 @@ def test_paths_of_random_graphs(kind):
     rng = np.random.default_rng(fuzz_flow.KINDS.index(kind))
     for _ in range(10):
         layers = [fuzz_flow.capacities(rng, kind, (12, 12)) for _ in range(5)]
-        value = sum(edge.capacity for edge in min_cut(layers, 2, 3))
+        value = sum(edge.capacity for edge in min_cut(layers, 2, 3, residual=0))
         fuzz_flow.check_paths(layers, 2, 3, value)
 
 

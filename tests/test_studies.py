@@ -16,10 +16,10 @@ from attnflow.studies.record import load
 
 
 @pytest.fixture
-def study(monkeypatch, capsys, tmp_path, data):
-    """Runs `attnflow study NAME --small` on the data and returns its record."""
+def study(monkeypatch, capsys, tmp_path):
+    """Runs `attnflow study NAME --small` on a folder of data and returns its record."""
 
-    def run(name, *arguments):
+    def run(data, name, *arguments):
         options = ["--data", str(data), "--output", str(tmp_path), "--small", "--quiet", "--json"]
         monkeypatch.setattr("sys.argv", ["attnflow", "study", name, *map(str, arguments), *options])
         main()
@@ -52,8 +52,8 @@ def test_help_says_where_the_data_are_published(name, monkeypatch, capsys):
     assert "https://" in capsys.readouterr().out
 
 
-def test_segmentation(study):
-    record = study("segmentation")
+def test_segmentation(study, data):
+    record = study(data, "segmentation")
     auc = {one.method: one.mean for one in record.standings if one.task == "pixel-auc, from [CLS]"}
     assert auc["raw"] > 0.85 > auc["centre"] > auc["random"]
     assert record.tables["from [CLS]"]["pixel-auc"]["raw"].keys() == {str(layer) for layer in range(12)}
@@ -61,8 +61,8 @@ def test_segmentation(study):
     assert len(record.data) == 4
 
 
-def test_sst2(study):
-    record = study("sst2")
+def test_sst2(study, data):
+    record = study(data, "sst2")
     assert record.tables["accuracy"] > 0.7
     league = {(one.task, one.method): one for one in record.standings}
     task = "correlation with gradient-norm, from [CLS], special tokens out"
@@ -74,7 +74,7 @@ def test_sst2(study):
 
 
 def test_retinopathy(study, data, tmp_path):
-    record = study("retinopathy", data / "fundus_dr")
+    record = study(data, "retinopathy", data / "fundus_dr")
     quality = record.tables["probe"]
     assert 0 < quality["disease AUC"] < 1
     assert (quality["photographs"], quality["with disease"]) == (60, 54)
@@ -116,9 +116,9 @@ def test_the_layout_of_aptos_is_read(tmp_path):
     ]
 
 
-def test_a_folder_without_disease_is_refused(data, tmp_path):
-    for name in sorted((data / "fundus_dr").glob("1_00*.jpg")):
-        shutil.copy(name, tmp_path)
+def test_a_folder_without_disease_is_refused(shipped, tmp_path):
+    for number in range(10):
+        shutil.copy(shipped / "images" / "hopper.jpg", tmp_path / f"1_{number:03d}.jpg")
     with pytest.raises(ValueError, match=r"at least 5 photographs without disease \(grade 1\) and with"):
         retinopathy.study(tmp_path, page=tmp_path / "page")
 
@@ -142,9 +142,9 @@ def test_quadratic_kappa_is_that_of_aptos():
     assert probe.quadratic_kappa(np.array([0, 1, 2, 3, 4, 1]), true) == pytest.approx(1 - (1 / 6) / (146 / 36))
 
 
-def test_names_on_the_page_stay_text(tmp_path, data):
+def test_names_on_the_page_stay_text(tmp_path, shipped):
     path = tmp_path / "<script>alert(1)</script> & 1.jpg".replace("/", "_")
-    shutil.copy(data / "fundus_dr" / "1_000.jpg", path)
+    shutil.copy(shipped / "images" / "hopper.jpg", path)
     shown = page.Explained(path, 1, 2, 0.5, {"raw": np.arange(16.0).reshape(4, 4)})
     text = page.write_page(tmp_path / "page", [shown], ["5 < 6"]).read_text()
     assert "<script>" not in text
@@ -153,8 +153,8 @@ def test_names_on_the_page_stay_text(tmp_path, data):
     assert "http" not in text
 
 
-def test_pronouns(study, tmp_path):
-    record = study("pronouns")
+def test_pronouns(study, shipped, tmp_path):
+    record = study(shipped, "pronouns")
     assert record.settings["kind"] == "causal"
     assert [entry["text"] for entry in record.tables["figure 4"]] == [case.before for case in pronouns.FIGURE]
     assert (tmp_path / "small" / "pronouns.png").stat().st_size > 10_000
@@ -162,7 +162,7 @@ def test_pronouns(study, tmp_path):
     assert 0 <= rates["position"] <= 1
 
 
-def test_a_masked_model_is_asked_at_its_mask(study, tmp_path):
+def test_a_masked_model_is_asked_at_its_mask(study, shipped, tmp_path):
     import transformers
 
     from attnflow.capturing import demo
@@ -174,7 +174,7 @@ def test_a_masked_model_is_asked_at_its_mask(study, tmp_path):
     )
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "masked-lm")
     tokenizer.save_pretrained(tmp_path / "masked-lm")
-    record = study("pronouns", "--model", tmp_path / "masked-lm")
+    record = study(shipped, "pronouns", "--model", tmp_path / "masked-lm")
     assert (record.settings["kind"], record.settings["model"]) == ("masked", "masked-lm")
     assert record.tables["figure 4"][0]["text"] == "The author talked to Sara about [MASK] book."
 
@@ -182,12 +182,12 @@ def test_a_masked_model_is_asked_at_its_mask(study, tmp_path):
 def test_a_model_without_a_head_is_no_language_model():
     from attnflow.capturing import demo
 
-    with pytest.raises(ValueError, match="is no language model: it has no weights for cls"):
+    with pytest.raises(ValueError, match="was not trained to fill in masks: it has no weights for cls"):
         pronouns.load(str(demo.text_folder()))
 
 
-def test_stories260k_tells_a_story(data):
-    model, tokenizer = stories.load(data / "stories260k")
+def test_stories260k_tells_a_story(shipped):
+    model, tokenizer = stories.load(shipped / "stories260k")
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     assert tokenizer.convert_ids_to_tokens(ids[0].tolist()) == ["<s>", "▁Once", "▁upon", "▁a", "▁time"]
     told = model.generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0)

@@ -125,8 +125,8 @@ def picture():
 
 
 @pytest.mark.parametrize("family", GRIDS)
-def test_the_command_line_explains_what_was_written(run, folder, tmp_path, data, family):
-    photo, name = data / "images" / "gradcam_horses.jpg", folder(family)
+def test_the_command_line_explains_what_was_written(run, folder, tmp_path, shipped, family):
+    photo, name = shipped / "images" / "horses.jpg", folder(family)
     asked = ["image", photo, "--model", name, "--text", QUESTION, "-q"]
     code, out, err = run(*asked, "--generate", 4, "--json", "-o", tmp_path / "overlay.png")
     assert (code, err) == (0, "")
@@ -243,7 +243,7 @@ def others(tmp_path_factory):
     """Folders of models that take no image, no text, or have no weights for what they write."""
     torch.manual_seed(0)
     hf.utils.logging.disable_progress_bar()
-    made = {name: tmp_path_factory.mktemp(name) for name in ("text", "vision", "headless")}
+    made = {name: tmp_path_factory.mktemp(name) for name in ("text", "vision", "headless", "deeper")}
     hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT)).save_pretrained(made["text"])
     trained_tokenizer().save_pretrained(made["text"])
     hf.ViTModel(hf.ViTConfig(**VISION)).save_pretrained(made["vision"])
@@ -251,6 +251,10 @@ def others(tmp_path_factory):
     model, processor = llava()
     model.model.save_pretrained(made["headless"])
     processor.save_pretrained(made["headless"])
+    model.save_pretrained(made["deeper"])
+    processor.save_pretrained(made["deeper"])
+    model.config.vision_config.num_hidden_layers += 1
+    model.config.save_pretrained(made["deeper"])
     return made
 
 
@@ -258,6 +262,7 @@ REFUSED = {
     "no vision part": ("text", ["--text", QUESTION], "it does not take both an image and a text"),
     "no text part": ("vision", ["--text", QUESTION], "it does not take both an image and a text"),
     "no head": ("headless", ["--text", QUESTION], "it was not trained to write: it has no weights for lm_head"),
+    "no layer": ("deeper", ["--text", QUESTION], "weights, which would be drawn at random: model.vision_tower."),
     "no folder": (None, ["--model", "nowhere", "--text", QUESTION], "cannot load a model of image and text"),
     "no model": (None, ["--text", QUESTION], "--text needs --model"),
     "no question": ("vision", ["--generate", "3"], "--generate needs --text"),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnflow.baselines import BASELINES
     from attnflow.capturing import capture, capture_batch
     from attnflow.capturing.arrays import load
+    from attnflow.capturing.models import load_model
     from attnflow.capturing.rules import RULES
     from attnflow.edges import EDGES
     from attnflow.explaining import explain
@@ -44,6 +45,7 @@ __all__ = [
     "flow_bounds",
     "group_flow",
     "load",
+    "load_model",
     "min_cut",
     "paths",
     "raw",
@@ -68,6 +70,7 @@ _HOME = {
     "flow_bounds": "attnflow.methods",
     "group_flow": "attnflow.routes",
     "load": "attnflow.capturing.arrays",
+    "load_model": "attnflow.capturing.models",
     "min_cut": "attnflow.routes",
     "paths": "attnflow.routes",
     "raw": "attnflow.methods",

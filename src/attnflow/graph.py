@@ -26,7 +26,7 @@ class GraphSettings(TypedDict, total=False):
     head: explain one head: its own matrix in the explained layer, the fusion of heads below (appendix A.1 of Abnar &
     Zuidema 2020). head_fusion: over heads, "mean" (the paper's), "max" or "min".
     residual: what a position keeps of itself: r for (1 - r) W + r I, or "add" for W + I. None is what the edges ask
-    for: of attention 0.5, the paper's; 0 for bare arrays, which are taken as the edges of the graph as they stand.
+    for: of attention 0.5, the paper's, wherever it came from; 0 takes arrays as the edges of the graph as they stand.
     row_normalised: divide each row of a layer by its sum, after the residual.
     discard_ratio: the share of each layer's edges that is left out, the weakest first; edges to special and prefix
     tokens stay (vit-explain spares one edge, and the first example of a batch only).
@@ -138,10 +138,10 @@ def attention_graph(
     Raises ValueError, before any work, for unknown edges, a setting out of range, and a trace without what the edges
     need.
     """
-    trace = attention if isinstance(attention, Trace) else Trace.from_arrays(attention)
+    as_edges = residual == 0 and start_layer is not None  # raw attention has a residual of 0 unless asked
+    trace = attention if isinstance(attention, Trace) else Trace.from_arrays(attention, edges=as_edges)
     row = _edges(edges, trace)
-    if residual is None:
-        residual = row.residual if trace is attention or not row.shares else 0.0
+    residual = row.residual if residual is None else residual
     count = len(trace.layers)
     bottom = None if start_layer is None else _layer_number("start_layer", start_layer, count)
     explained = tuple(range(bottom or 0, count)) if layer == "all" else (_layer_number("layer", layer, count),)

@@ -142,7 +142,7 @@ def rollout(attention: Trace | Any, *, receptive_field: bool = False, **settings
 
     >>> import attnflow
     >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
-    >>> attnflow.rollout([lower, upper], query=0).scores.round(2).tolist()
+    >>> attnflow.rollout([lower, upper], query=0, residual=0).scores.round(2).tolist()
     [[0.5, 0.5]]
     """
     return relevance(attention, "rollout", receptive_field=receptive_field, **settings)
@@ -167,7 +167,7 @@ def flow(
 
     >>> import attnflow
     >>> lower, upper = [[0.1], [0.1], [0.0]], [[0.1, 0.1, 0.8]]
-    >>> attnflow.flow([lower, upper]).scores.round(2).tolist()
+    >>> attnflow.flow([lower, upper], residual=0).scores.round(2).tolist()
     [[0.2]]
     """
     return relevance(attention, "flow", receptive_field=receptive_field, progress=progress, **settings)
@@ -195,7 +195,7 @@ def flow_bounds(
     those of `flow`, for one layer.
 
     >>> lower, upper = [[0.1], [0.1], [0.0]], [[0.1, 0.1, 0.8]]
-    >>> bounds = flow_bounds([lower, upper])
+    >>> bounds = flow_bounds([lower, upper], residual=0)
     >>> bounds.lower.scores.round(2).tolist(), bounds.upper.scores.round(2).tolist()
     ([[0.2]], [[0.2]])
     """

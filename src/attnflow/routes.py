@@ -70,7 +70,7 @@ def min_cut(
     are those of `attnflow.flow`.
 
     >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
-    >>> for edge in min_cut([lower, upper], query=0, token=0):
+    >>> for edge in min_cut([lower, upper], query=0, token=0, residual=0):
     ...     print(edge)
     0.6000  layer 1: 0 <- 0
     0.2000  layer 0: 1 <- 0
@@ -105,7 +105,7 @@ def paths(
     query, token, settings and errors are those of `min_cut`.
 
     >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
-    >>> for path in paths([lower, upper], query=0, token=0):
+    >>> for path in paths([lower, upper], query=0, token=0, residual=0):
     ...     print(path)
     0.6000  0 @ 1 -> 0 @ 0 -> 0 @ input
     0.2000  0 @ 1 -> 1 @ 0 -> 0 @ input
@@ -142,7 +142,7 @@ def group_flow(
     Raises ValueError for no groups, an empty one, positions out of range or given twice, and wrong settings.
 
     >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
-    >>> group_flow([lower, upper], {"all": [0, 1], "last": [1]}).scores.round(2).tolist()
+    >>> group_flow([lower, upper], {"all": [0, 1], "last": [1]}, residual=0).scores.round(2).tolist()
     [[[2.0, 1.1], [1.0, 0.8]], [[1.9, 1.1], [1.0, 0.8]]]
     """
     layer = settings.get("layer", "all")

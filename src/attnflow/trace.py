@@ -7,6 +7,7 @@ the top. Arrays are ordered (layer, head, query, key).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
@@ -161,29 +162,39 @@ class Trace:
         cls,
         attention: Any,
         *,
-        tokens: Sequence[str] | None = None,
+        tokens: Sequence[Any] | None = None,
         roles: Sequence[Role] | None = None,
         grid: Grid | None = None,
         names: Sequence[str] | None = None,
+        edges: bool = False,
     ) -> Trace:
         """A trace from attention that somebody else computed.
 
         attention: one array (layer, head, query, key) or (layer, query, key), or a sequence with one array per
-        layer: (head, query, key) or (query, key), not necessarily square. A batch axis of size 1 is dropped, so
-        that the `attentions` of a Hugging Face model can be given as they are. numpy arrays or torch tensors.
-        tokens: labels of the input positions ("0", "1", ... if absent). roles: "text" if absent.
+        layer: (head, query, key) or (query, key), not necessarily square. A batch axis of size 1, before the layers or
+        before the heads, is dropped, so that the `attentions` of a Hugging Face model can be given as they are. numpy
+        arrays or torch tensors.
+        tokens: labels of the input positions, strings or numbers ("0", "1", ... if absent). roles: "text" if absent.
+        edges: the arrays are the edges of a graph, whose rows may sum to anything; with residual=0 they stay as they
+        are.
 
-        Raises ValueError for a wrong rank, a batch of several examples, or layers that do not fit together.
+        Raises ValueError for a wrong rank, a batch of several examples, layers that do not fit together, and for what
+        is no attention: negative weights (logits), rows that do not sum to 1 where columns do (transposed). Warns of a
+        layer most of whose rows sum to something else.
         """
         layers = layer_arrays(attention)
         labels = names or [f"layer {number}" for number in range(len(layers))]
         inputs = layers[0].shape[2] if layers else 0
-        return cls(
+        trace = cls(
             layers=tuple(AttentionWeights(name, layer) for name, layer in zip(labels, layers, strict=True)),
-            tokens=tuple(tokens) if tokens is not None else tuple(str(position) for position in range(inputs)),
+            tokens=token_labels(range(inputs) if tokens is None else tokens),
             roles=tuple(roles) if roles is not None else ("text",) * inputs,
             grid=grid,
         )
+        if not edges:
+            for number, layer in enumerate(layers):
+                _check_weights(number, layer)
+        return trace
 
 
 def layer_arrays(attention: Any) -> list[torch.Tensor]:
@@ -195,10 +206,13 @@ def layer_arrays(attention: Any) -> list[torch.Tensor]:
         if not isinstance(array, torch.Tensor):
             array = np.asarray(array)
             array = array.astype(np.float64) if array.dtype == np.longdouble else array
-            if array.dtype.kind not in "fiu":
+            if array.dtype.kind not in "biufc":
                 raise ValueError(f"attention must be an array of numbers; one of type {array.dtype} was given")
             array = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
         array = array.detach()
+        if array.is_complex() or array.dtype == torch.bool:
+            kind = str(array.dtype).removeprefix("torch.")
+            raise ValueError(f"attention must be an array of numbers; one of type {kind} was given")
         return array if array.is_floating_point() else array.double()
 
     stacked = hasattr(attention, "ndim")
@@ -209,6 +223,8 @@ def layer_arrays(attention: Any) -> list[torch.Tensor]:
             f"attention of shape {tuple(attention.shape)} has {attention.ndim} axes; expected (layer, head, query, "
             "key), (layer, query, key), or a list with one array per layer"
         )
+    if stacked and attention.ndim == 5 and attention.shape[0] == 1:
+        attention = attention[0]
     layers = [tensor(layer) for layer in attention]
     for number, layer in enumerate(layers):
         if layer.ndim == 4 and layer.shape[0] != 1:
@@ -222,6 +238,54 @@ def layer_arrays(attention: Any) -> list[torch.Tensor]:
             )
         layers[number] = layer[0] if layer.ndim == 4 else layer[None] if layer.ndim == 2 else layer
     return layers
+
+
+def _check_weights(number: int, layer: torch.Tensor) -> None:
+    """Refuse a layer (head, query, key) that holds no attention weights, and warn where most rows do not sum to 1."""
+    import torch
+
+    low = layer.amin() if layer.numel() else 0
+    if low < 0:
+        head, query, key = (layer == low).nonzero()[0].tolist()
+        raise ValueError(
+            f"attention must be finite and not negative; layer {number}, head {head}, query {query}, key {key} is "
+            f"{float(low):.6g}: are these logits? give them after the softmax"
+        )
+    precision = torch.promote_types(layer.dtype, torch.float32)
+    rows, columns = layer.sum(-1, dtype=precision), layer.sum(-2, dtype=precision)
+    if not bool(rows.isfinite().all()) or _share_of_ones(rows) >= 0.5:
+        return  # what is not finite is refused where it is used, with its place
+    if layer.shape[1] > 1 and _share_of_ones(columns) > 0.95:
+        raise ValueError(
+            f"layer {number} has rows that do not sum to 1 and columns that do: is it transposed? attention is "
+            "(query, key), what one query attends to in a row"
+        )
+    warnings.warn(
+        f"the rows of layer {number} sum to {float(rows.mean()):.4g} on average, and those of attention sum to 1: are "
+        "these scores before the softmax? With residual=0 they are taken as the edges of the graph, as they are",
+        stacklevel=3,
+    )
+
+
+def _share_of_ones(sums: torch.Tensor) -> float:
+    return float(((sums - 1).abs() < 0.05).double().mean()) if sums.numel() else 1.0
+
+
+def token_labels(tokens: Any) -> tuple[str, ...]:
+    """Labels of positions from strings, bytes (UTF-8) or numbers.
+
+    Raises ValueError for one string, or for what is no sequence of them.
+    """
+    if isinstance(tokens, str | bytes | Mapping) or not isinstance(tokens, Iterable):
+        raise ValueError(f"tokens must be a sequence of labels, one for each position; {tokens!r:.60} was given")
+    values: list[Any] = list(tokens)
+    values = [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
+    for place, value in enumerate(values):
+        if not isinstance(value, str | bytes | int | float):
+            raise ValueError(f"token {place} is a {type(value).__name__}; expected a string or a number")
+    return tuple(
+        value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value) for value in values
+    )
 
 
 def query_positions(query: Query, labels: Sequence[str]) -> tuple[int, ...]:

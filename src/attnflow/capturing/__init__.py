@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack, get_args
 
 import torch
 
-from attnflow.capturing import examples, generation, huggingface, structure
+from attnflow.capturing import checkpoints, examples, generation, huggingface, structure
 from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.naming import Labelled, Names
 from attnflow.capturing.recorder import Recording, WeightsOf, record
@@ -123,7 +123,7 @@ def capture_batch(
         return [_answer(capture(model, one, **same), start) for one, start in written]
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
-        huggingface.check_length(ids.shape[1], model, tokenizer)
+        huggingface.check_ids(ids, model, tokenizer)
     if rules is not None and target is None:
         raise ValueError(f"rules={rules!r} say how gradients of a target are taken, and there is none: give target=")
     if rules is not None and rules not in RULES:
@@ -208,6 +208,8 @@ def _model_facts(model: torch.nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {"class": type(model).__name__}
     if name:
         facts["name"] = str(name)
+    if said := checkpoints.notes(model):
+        facts["notes"] = list(said)
     versions = {"torch": str(torch.__version__)}
     for package in ("transformers", "timm", "torchvision"):
         if package in sys.modules and type(model).__module__.startswith(package):

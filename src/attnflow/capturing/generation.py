@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from attnflow.capturing import huggingface
+from attnflow.capturing import checkpoints, huggingface
 
 # What belongs to a prompt of tokens alone, and what a model makes anew for prompt and answer when it is not given.
 _OF_THE_PROMPT = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -83,7 +84,7 @@ def _generated(
     except IndexError as error:
         raise ValueError(
             f"{type(model).__name__} cannot write so far: it ran past its table of positions or tokens "
-            f"({huggingface.first_line(error)}); ask for fewer tokens, or shorten the prompt"
+            f"({checkpoints.first_line(error)}); ask for fewer tokens, or shorten the prompt"
         ) from error
     finally:
         hook.remove()
@@ -130,11 +131,15 @@ def _example(
 def _settings(settings: int | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(settings, Mapping):
         return dict(settings)
-    if isinstance(settings, bool) or not isinstance(settings, int) or settings < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+    try:
+        count = 0 if isinstance(settings, bool) else operator.index(settings)
+    except TypeError:
+        count = 0
+    if count < 1:
         raise ValueError(
             f"generate= takes a number of tokens from 1 on, or a mapping of what generate takes; {settings!r} was given"
         )
-    return {"max_new_tokens": settings, "do_sample": False}
+    return {"max_new_tokens": count, "do_sample": False}
 
 
 def _check_padding(model: torch.nn.Module, ids: torch.Tensor, mask: Any, *, joint: bool) -> None:
@@ -165,4 +170,4 @@ def _until_end(answer: torch.Tensor, end: set[int]) -> torch.Tensor:
 def _end_ids(model: torch.nn.Module, settings: Mapping[str, Any]) -> set[int]:
     own: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found: Any = settings.get("eos_token_id", own)
-    return set() if found is None else {found} if isinstance(found, int) else set(found)
+    return set() if found is None else set(torch.as_tensor(found).flatten().tolist())

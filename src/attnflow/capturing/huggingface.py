@@ -2,68 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from attnflow.capturing import demo, words
+from attnflow.capturing import checkpoints, demo, words
 from attnflow.trace import Role
 
+TextTask: TypeAlias = Literal["text", "text-generation", "text-classification", "fill-mask"]
+
+# What a model of each task is called, what it was trained to do, and the class of transformers that makes it.
+_TASKS: dict[TextTask, tuple[str, str | None, str]] = {
+    "text": ("a text model", None, "AutoModel"),
+    "text-generation": ("a text model", "write", "AutoModelForCausalLM"),
+    "text-classification": ("a text classifier", "classify", "AutoModelForSequenceClassification"),
+    "fill-mask": ("a masked language model", "fill in masks", "AutoModelForMaskedLM"),
+}
+_ADVICE = "give a folder that save_pretrained wrote, or a name on the Hugging Face hub (which needs a connection)"
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 
 
-def load(name: str = demo.TEXT, device: str = "cpu", *, writes: bool = False) -> tuple[torch.nn.Module, Any]:
+class TextModel(NamedTuple):
+    """A text model and its tokenizer."""
+
+    model: torch.nn.Module
+    tokenizer: Any
+
+
+def load(name: str = demo.TEXT, device: str = "cpu", *, task: TextTask = "text") -> TextModel:
     """A text model in evaluation mode and its tokenizer, from a local folder, a hub name, or the packaged demo.
 
-    writes: load it with the head that generates text.
+    task: "text" without a head, or with the head that generates, classifies, or fills masks.
 
-    Raises ModuleNotFoundError if transformers or the demo package is missing, ValueError if there is no such model, or
-    if it was not trained to write.
+    Raises ModuleNotFoundError if transformers or the demo package is missing, ValueError if there is no such model, if
+    it is not whole, or if it was not trained for its task.
     """
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("text models need transformers: pip install 'attnflow[hf]'") from error
-    source = str(demo.text_folder()) if name == demo.TEXT else name
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        model: Any = _writer(source) if writes else transformers.AutoModel.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"cannot load a text model from {name!r}: {first_line(error)}; give a folder that save_pretrained wrote, "
-            "or a name on the Hugging Face hub (which needs a connection)"
-        ) from error
-    model.config.name_or_path = name  # not the folder that the demo happens to be installed in
-    return model.eval().to(device), tokenizer
-
-
-def _writer(source: str) -> Any:
-    """A causal language model, or an encoder-decoder; ValueError if its head has no trained weights."""
+    need_transformers("text models")
     import transformers
 
-    joint = transformers.AutoConfig.from_pretrained(source).is_encoder_decoder
-    kind: Any = transformers.AutoModelForSeq2SeqLM if joint else transformers.AutoModelForCausalLM
-    model, facts = kind.from_pretrained(source, output_loading_info=True)
-    refuse_missing(facts)
-    return model
+    what, head, kind = _TASKS[task]
+    source = str(demo.text_folder()) if name == demo.TEXT else name
+    with checkpoints.opening(source, what, _ADVICE) as options:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+        if task == "text-generation" and transformers.AutoConfig.from_pretrained(source, **options).is_encoder_decoder:
+            kind = "AutoModelForSeq2SeqLM"
+        model = checkpoints.pretrained(kind, source, options, head=head)
+    model.config.name_or_path = name  # not the folder that the demo happens to be installed in
+    return TextModel(model.to(device), tokenizer)
 
 
-def refuse_missing(facts: Mapping[str, Any]) -> None:
-    """Raise ValueError if a model that is to write was loaded with weights drawn at random, as loading info says."""
-    if facts["missing_keys"]:
-        raise ValueError(f"it was not trained to write: it has no weights for {sorted(facts['missing_keys'])[0]}")
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, from a local folder or a hub name; errors as in `load`."""
+    need_transformers("text models")
+    import transformers
+
+    with checkpoints.opening(name, "a tokenizer", _ADVICE) as options:
+        return transformers.AutoTokenizer.from_pretrained(name, **options)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of a message, without the full stop."""
-    return str(error).strip().split("\n")[0].rstrip(".")
+def need_transformers(what: str) -> None:
+    """Raise ModuleNotFoundError, with what to install, if transformers is missing."""
+    try:
+        import transformers  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{what} need transformers: pip install 'attnflow[hf]'") from error
 
 
 def tokenize(text: str | list[str] | tuple[str, ...], model: torch.nn.Module, tokenizer: Any) -> dict[str, Any]:
     """Model inputs for a text, a pair (tuple) of texts, or a list of texts, padded, on the model's device.
 
-    Raises ValueError without a tokenizer, or for an empty text.
+    Raises ValueError without a tokenizer, for an empty text, and where tokenizer and model do not belong together.
+    Warns where the tokenizer does not know most of the text.
     """
     if tokenizer is None:
         raise ValueError("text needs a tokenizer: capture(model, text, tokenizer=tokenizer)")
@@ -85,6 +95,8 @@ def tokenize(text: str | list[str] | tuple[str, ...], model: torch.nn.Module, to
     parameter = next(model.parameters(), None)
     # Truncation stays off so that a text that is too long is an error that says so.
     encoded = tokenizer(*parts, return_tensors="pt", padding=padding, truncation=False, verbose=False)
+    check_known(encoded["input_ids"], tokenizer)
+    check_ids(encoded["input_ids"], model, tokenizer)
     return dict(encoded.to(parameter.device if parameter is not None else "cpu"))
 
 
@@ -96,8 +108,28 @@ def input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | N
     return None
 
 
-def check_length(count: int, model: torch.nn.Module, tokenizer: Any) -> None:
-    """Raise ValueError for no tokens, or more than the model's table of positions holds."""
+def check_known(ids: torch.Tensor, tokenizer: Any) -> None:
+    """Refuse a text of which a tokenizer without a vocabulary knows less than half; warn where one with it does."""
+    unknown, frame = tokenizer.unk_token_id, set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    text = [i for i in ids.flatten().tolist() if i not in frame]
+    count = text.count(unknown)
+    if 2 * count <= len(text):
+        return
+    lost = f"{count} of {len(text)} tokens are unknown to the tokenizer ({tokenizer.unk_token})"
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(
+            f"{lost}, which has no vocabulary: its file (tokenizer.json, vocab.txt or the like) is missing from the "
+            "model's folder"
+        )
+    warnings.warn(f"{lost}: it was made for other texts, and all of these are one to the model", stacklevel=4)
+
+
+def check_ids(ids: torch.Tensor, model: torch.nn.Module, tokenizer: Any) -> None:
+    """Raise ValueError for ids of no tokens, of more than the table of positions holds, or beyond that of tokens.
+
+    What stands for an image may lie beyond the table of tokens: a model that has images replaces it.
+    """
+    count = ids.shape[-1]
     if count == 0:
         raise ValueError("the text is empty: it has no tokens")
     for name, module in model.named_modules():
@@ -106,6 +138,22 @@ def check_length(count: int, model: torch.nn.Module, tokenizer: Any) -> None:
             limit = module.num_embeddings - reserved
             if count > limit:
                 raise ValueError(f"the text has {count} tokens and the model takes {limit}; shorten or split it")
+    if hasattr(getattr(model, "config", None), "vision_config"):
+        return
+    try:
+        known: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:  # a model of several parts
+        return
+    if not isinstance(known, torch.nn.Embedding):
+        return
+    outside = ids[(ids < 0) | (ids >= known.num_embeddings)]
+    if len(outside):
+        one = int(outside[0])
+        token = "" if tokenizer is None else f" ({tokenizer.convert_ids_to_tokens(one)!r})"
+        raise ValueError(
+            f"the token id {one}{token} is out of range: the model has {known.num_embeddings} tokens, 0 to "
+            f"{known.num_embeddings - 1}; give the tokenizer that the model was trained with"
+        )
 
 
 def labels(ids: list[int], tokenizer: Any) -> tuple[list[str], list[Role], list[int] | None]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from attnflow.capturing.huggingface import first_line, refuse_missing
+from attnflow.capturing import checkpoints, huggingface
+from attnflow.capturing.checkpoints import first_line
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,7 +52,9 @@ class ImageTextModel(NamedTuple):
             inputs = processor(images=image, text=prompt, **settings)
         except (ValueError, TypeError, IndexError) as error:
             raise ValueError(f"the model's processor takes no photograph with a text: {first_line(error)}") from error
-        on_device = inputs.to(next(self.model.parameters()).device)
+        huggingface.check_known(inputs["input_ids"], processor.tokenizer)
+        parameter = next(self.model.parameters())
+        on_device = inputs.to(parameter.device, parameter.dtype)  # of which pixels alone take the precision
         return {name: value for name, value in on_device.items() if name != "labels"}  # which are for training
 
     def seen(self, image: Image.Image) -> Image.Image:
@@ -92,25 +95,20 @@ def load(name: str, device: str = "cpu") -> ImageTextModel:
     """A model that reads an image and a text, in evaluation mode, with its processor: a local folder or a hub name.
 
     Raises ModuleNotFoundError if transformers is missing, ValueError if there is no such model, if it takes no images,
-    or if it was not trained to write.
+    if it is not whole, or if it was not trained to write.
     """
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Hugging Face models need transformers: pip install 'attnflow[hf]'") from error
-    try:
-        processor: Any = transformers.AutoProcessor.from_pretrained(name)
+    huggingface.need_transformers("Hugging Face models")
+    import transformers
+
+    advice = (
+        "give a folder of a Hugging Face image-text model with its processor, or a hub name (which needs a connection)"
+    )
+    with checkpoints.opening(name, "a model of image and text", advice) as options:
+        processor: Any = transformers.AutoProcessor.from_pretrained(name, **options)
         if not (hasattr(processor, "image_processor") and hasattr(processor, "tokenizer")):
             raise ValueError("it does not take both an image and a text")
-        kind: Any = transformers.AutoModelForImageTextToText
-        model, facts = kind.from_pretrained(name, output_loading_info=True)
-        refuse_missing(facts)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"cannot load a model of image and text from {name!r}: {first_line(error)}; give a folder of a Hugging "
-            "Face image-text model with its processor, or a hub name (which needs a connection)"
-        ) from error
-    return ImageTextModel(model.eval().to(device), processor)
+        model = checkpoints.pretrained("AutoModelForImageTextToText", name, options, head="write")
+    return ImageTextModel(model.to(device), processor)
 
 
 def _ramps(size: tuple[int, int]) -> list[Image.Image]:

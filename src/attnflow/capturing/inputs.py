@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -82,10 +83,17 @@ def _tensor(name: str, value: Any, model: torch.nn.Module) -> Any:
 
 def _depth(values: Any) -> int | None:
     """1 for a list of whole numbers, 2 for a list of such lists of one length; None for anything else."""
-    if all(isinstance(value, int) for value in values):
+    if all(_is_whole(value) for value in values):
         return 1
     rows = all(isinstance(row, list) and row and _depth(row) == 1 for row in values)
     return 2 if rows and len({len(row) for row in values}) == 1 else None
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a whole number, of Python, numpy or torch."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_floating_point() and not value.is_complex()
+    return isinstance(value, Integral)
 
 
 def _wants_one_mapping(model: torch.nn.Module, named: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from attnflow.capturing import huggingface, placing, vision
 from attnflow.capturing.dataflow import Stream
 from attnflow.capturing.examples import Stack
-from attnflow.trace import Grid, Role
+from attnflow.trace import Grid, Role, token_labels
 
 
 class Labelled(NamedTuple):
@@ -79,9 +79,10 @@ class Names:
         """The labels of one example, or those that were given instead."""
         if self.tokens is None:
             return tuple(tokens)
-        if len(self.tokens) != len(tokens):
-            raise ValueError(f"{len(self.tokens)} tokens were given for the {len(tokens)} positions of example {index}")
-        return tuple(self.tokens)
+        given = token_labels(self.tokens)
+        if len(given) != len(tokens):
+            raise ValueError(f"{len(given)} tokens were given for the {len(tokens)} positions of example {index}")
+        return given
 
     def _stream(
         self, number: int, stack: Stack, keep: torch.Tensor, index: int

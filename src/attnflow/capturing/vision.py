@@ -9,17 +9,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
-from attnflow.capturing import demo
-from attnflow.capturing.huggingface import first_line
+from attnflow.capturing import checkpoints, demo
+from attnflow.capturing.checkpoints import first_line
+from attnflow.capturing.huggingface import need_transformers
 from attnflow.trace import Grid, Role
 
 if TYPE_CHECKING:
     from PIL import Image
+
+ImageTask: TypeAlias = Literal["image", "image-classification"]
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # Parameters whose presence says which prefix tokens a model puts before its patches, in this order.
@@ -43,7 +46,7 @@ class VisionModel:
     multiple: int | None = None
 
     def prepare(self, image: Image.Image, size: tuple[int, int] | None = None) -> torch.Tensor:
-        """The whole photograph, nothing cropped, as pixel values (1, 3, height, width) on the model's device."""
+        """The whole photograph, nothing cropped, as pixel values (1, 3, height, width) as the model takes them."""
         from PIL import Image
 
         height, width = size or self._fit(image)
@@ -51,8 +54,8 @@ class VisionModel:
             raise ValueError(f"the image size {height}x{width} must be a multiple of the patch size {self.multiple}")
         resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
         pixels = (np.asarray(resized, dtype=np.float32) / 255 - self.mean) / self.std
-        device = next(self.model.parameters()).device
-        return torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None].to(device)
+        parameter = next(self.model.parameters())
+        return torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None].to(parameter.device, parameter.dtype)
 
     def _fit(self, image: Image.Image) -> tuple[int, int]:
         """The model's own size; with a free size, the aspect ratio of the photograph over about as many pixels."""
@@ -118,30 +121,21 @@ def load(name: str = demo.IMAGE, device: str = "cpu", *, classifies: bool = Fals
     A folder whose config.json has an "architecture" is timm's, any other is Hugging Face's; hub names of timm start
     with "timm/". classifies: load it with the head that classifies.
 
-    Raises ModuleNotFoundError for a missing package, ValueError if no vision model can be loaded from `name`, or if it
-    was not trained to classify.
+    Raises ModuleNotFoundError for a missing package, ValueError if no vision model can be loaded from `name`, if it is
+    not whole, or if it was not trained to classify.
     """
-    try:
-        if name == demo.IMAGE:
-            loaded = _load_demo(classifies)
-        elif name.startswith("timm/") or _is_timm_folder(Path(name)):
-            loaded = _load_timm(name, classifies)
-        else:
-            loaded = _load_huggingface(name, classifies)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        kind = "an image classifier" if classifies else "a vision model"
-        raise ValueError(
-            f"cannot load {kind} from {name!r}: {first_line(error)}; give a folder of a Hugging Face or timm model, "
-            "or a hub name (which needs a connection)"
-        ) from error
-    loaded.model.eval().to(device)
+    advice = "give a folder of a Hugging Face or timm model, or a hub name (which needs a connection)"
+    what = "an image classifier" if classifies else "a vision model"
+    if name == demo.IMAGE and not classifies:
+        loaded = VisionModel(demo.dinov2().eval(), (224, 224), multiple=14)
+    else:
+        with checkpoints.opening(name, what, advice) as options:
+            if name == demo.IMAGE:
+                raise ValueError("it was not trained to classify: it has no classes")
+            timm = name.startswith("timm/") or _is_timm_folder(Path(name))
+            loaded = (_load_timm if timm else _load_huggingface)(name, classifies, options)
+    loaded.model.to(device)
     return loaded
-
-
-def _load_demo(classifies: bool) -> VisionModel:
-    if classifies:
-        raise ValueError("it was not trained to classify: it has no classes")
-    return VisionModel(demo.dinov2(), (224, 224), multiple=14)
 
 
 def _is_timm_folder(folder: Path) -> bool:
@@ -149,34 +143,42 @@ def _is_timm_folder(folder: Path) -> bool:
     return config.is_file() and "architecture" in json.loads(config.read_text(encoding="utf-8"))
 
 
-def _load_timm(name: str, classifies: bool) -> VisionModel:
+def _load_timm(name: str, classifies: bool, options: dict[str, Any]) -> VisionModel:
     try:
         import timm
         from timm.data import resolve_data_config  # pyright: ignore[reportPrivateImportUsage]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("timm models need timm: pip install 'attnflow[timm]'") from error
-    model: Any = timm.create_model(f"local-dir:{name}" if Path(name).is_dir() else f"hf_hub:{name}", pretrained=True)
-    # With another number of classes than the weights were trained on, timm leaves the head as it was drawn.
-    if classifies and not 0 < model.num_classes == model.pretrained_cfg["num_classes"]:
+    folder = name
+    if options["local_files_only"] and not Path(name).is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(name, local_files_only=True)
+    source = f"local-dir:{folder}" if Path(folder).is_dir() else f"hf_hub:{name}"
+    model: Any = timm.create_model(source, pretrained=True).eval()
+    # With another number of classes than the weights were trained on, timm leaves what is missing as it was drawn.
+    trained = model.pretrained_cfg["num_classes"]
+    if classifies and not 0 < model.num_classes == trained:
         raise ValueError(f"it was not trained to classify: it has {model.num_classes} classes")
+    if model.num_classes != trained:
+        raise ValueError(
+            f"config.json gives it {model.num_classes} classes and says that its weights have {trained}, and then timm "
+            "does not check whether they are whole; give both the same number"
+        )
     data = resolve_data_config({}, model=model)
     _, height, width = data["input_size"]
     return VisionModel(model, (height, width), tuple(data["mean"]), tuple(data["std"]))
 
 
-def _load_huggingface(name: str, classifies: bool) -> VisionModel:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Hugging Face models need transformers: pip install 'attnflow[hf]'") from error
+def _load_huggingface(name: str, classifies: bool, options: dict[str, Any]) -> VisionModel:
+    need_transformers("Hugging Face models")
+    import transformers
+
     model: Any
     if classifies:
-        model, facts = transformers.AutoModelForImageClassification.from_pretrained(name, output_loading_info=True)
-        if facts["missing_keys"]:
-            missing = sorted(facts["missing_keys"])[0]
-            raise ValueError(f"it was not trained to classify: it has no weights for {missing}")
+        model = checkpoints.pretrained("AutoModelForImageClassification", name, options, head="classify")
     else:
-        model = transformers.AutoModel.from_pretrained(name)
+        model = checkpoints.pretrained("AutoModel", name, options)
         model = getattr(model, "vision_model", model)
     if model.main_input_name == "input_ids" and hasattr(model.config, "text_config"):
         raise ValueError(f"{type(model).__name__} reads a text beside the image; say which with --text")
@@ -185,11 +187,12 @@ def _load_huggingface(name: str, classifies: bool) -> VisionModel:
         raise ValueError(f"{type(model).__name__} takes no images")
     size = config.image_size
     height, width = (size, size) if isinstance(size, int) else size
+    mean, std = _IMAGENET
     try:
-        processor = transformers.AutoImageProcessor.from_pretrained(name)
+        processor = transformers.AutoImageProcessor.from_pretrained(name, **options)
         mean, std = tuple(processor.image_mean), tuple(processor.image_std)
     except (OSError, ValueError, AttributeError):
-        mean, std = _IMAGENET
+        checkpoints.add_note(model, "no image processor says how the model wants its pixels: they are as for ImageNet")
     return VisionModel(model, (height, width), mean, std, _free_multiple(config))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnflow.cli.explain import check_device, integer, quieten_transformers
+from attnflow.cli.explain import integer, quieten_transformers
 from attnflow.cli.printing import note, print_json, progress, working
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def evaluate(
         Show the traceback of an error.
     """
     with working("loading the model", quiet=quiet):
-        from attnflow.capturing import vision
+        from attnflow.capturing import checkpoints
+        from attnflow.capturing.models import load_model
         from attnflow.faithfulness import loading
         from attnflow.faithfulness.run import evaluate
 
@@ -89,13 +90,15 @@ def evaluate(
         if not data.exists():
             raise FileNotFoundError(f"there is no {str(data)!r}; give a file of texts, or a folder of photographs")
         if data.is_dir():
-            loaded = vision.load(model, check_device(device), classifies=True)
+            loaded = load_model(model, task="image-classification", device=device)
             examples, classifier, tokenizer = loading.photographs(data, loaded, masks), loaded.model, None
         elif masks:
             raise ValueError(f"--masks goes with a folder of photographs; {str(data)!r} is a file")
         else:
             examples = loading.texts(data)
-            classifier, tokenizer = loading.text_classifier(model, check_device(device))
+            classifier, tokenizer = load_model(model, task="text-classification", device=device)
+    for line in checkpoints.notes(classifier):
+        note(line, quiet=quiet)
     with progress("evaluating", quiet=quiet) as called:
         evaluation = evaluate(
             classifier,

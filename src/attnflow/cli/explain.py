@@ -82,14 +82,16 @@ def text(
     """
     _check_outputs(options)
     with working("loading the model", quiet=options.quiet):
-        from attnflow.capturing import capture, demo, huggingface
+        from attnflow.capturing import capture
+        from attnflow.capturing.models import load_model
 
         quieten_transformers()
         content = text if text is not None else sys.stdin.read() if sys.stdin else ""
         if not content.strip():
             raise ValueError("the text is empty; give one in quotes, or on standard input")
         _check_generate(generate)
-        loaded, tokenizer = huggingface.load(model or demo.TEXT, check_device(device), writes=generate is not None)
+        task = "text" if generate is None else "text-generation"
+        loaded, tokenizer = load_model(model, task=task, device=device)
         trace = capture(loaded, content, tokenizer=tokenizer, generate=generate)
     _deliver(trace, options, default_layer="-1" if generate else "all")
 
@@ -126,24 +128,26 @@ def image(
     _check_outputs(options)
     _check_image_text(model, text, generate, size)
     with working("loading the model", quiet=options.quiet):
-        from attnflow.capturing import capture, demo, vision
+        from attnflow.capturing import capture, vision
+        from attnflow.capturing.models import load_model
 
         quieten_transformers()
         picture = vision.open_image(photo)
         if model is not None and text is not None:
-            trace, picture = _image_and_text(model, picture, text, generate, check_device(device))
+            trace, picture = _image_and_text(model, picture, text, generate, device)
             options = replace(options, query=options.query or (None if generate else "-1"))
         else:
-            loaded = vision.load(model or demo.IMAGE, check_device(device))
+            loaded = load_model(model, task="image", device=device)
             trace = capture(loaded.model, loaded.prepare(picture, _size(size)))
     _deliver(trace, options, default_layer="-1", image=picture)
 
 
 def _image_and_text(model: str, picture: Image, text: str, generate: int | None, device: str) -> tuple[Trace, Image]:
     """What the language model of an image-text model attended to, and the photograph as the model saw it."""
-    from attnflow.capturing import capture, image_text, structure
+    from attnflow.capturing import capture, structure
+    from attnflow.capturing.models import load_model
 
-    loaded = image_text.load(model, device)
+    loaded = load_model(model, task="image-text", device=device)
     inputs, seen = loaded.prepare(picture, text), loaded.seen(picture)
     try:
         tower = structure.reader(loaded.model, inputs)
@@ -197,6 +201,8 @@ def _deliver(trace: Trace, options: Options, *, default_layer: str, image: Image
 
     if options.method not in METHODS:
         raise ValueError(f"method {options.method!r} is unknown; choose one of {', '.join(METHODS)}")
+    for line in trace.model.get("notes", ()):
+        note(line, quiet=options.quiet)
     layer = options.layer if options.layer is not None else default_layer
     relevance = _compute(trace, options.method, options, layer)
     if options.words:
@@ -303,17 +309,6 @@ def _say_saturation(relevance: Relevance, options: Options) -> None:
 
     if options.json and (said := saturation(relevance)) is not None:
         note(said, quiet=options.quiet)
-
-
-def check_device(name: str) -> str:
-    """The name, if torch has such a device here."""
-    import torch
-
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return name
 
 
 def quieten_transformers() -> None:

@@ -1,4 +1,4 @@
-"""What `attnflow evaluate` reads: labelled texts and photographs, and text classifiers with their head."""
+"""What `attnflow evaluate` reads: labelled texts and photographs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnflow.capturing.huggingface import first_line
 from attnflow.capturing.vision import VisionModel, open_image
 
 # (pixels, label), with a mask behind them where there are masks.
@@ -111,29 +110,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8; for photographs give the folder that holds them") from error
-
-
-def text_classifier(name: str, device: str = "cpu") -> tuple[torch.nn.Module, Any]:
-    """A text classifier in evaluation mode and its tokenizer, from a local folder or a name on the hub.
-
-    Raises ModuleNotFoundError without transformers, ValueError if there is no such model, or if it has no trained head.
-    """
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("text models need transformers: pip install 'attnflow[hf]'") from error
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"cannot load a text classifier from {name!r}: {first_line(error)}; give a folder that save_pretrained "
-            "wrote, or a name on the Hugging Face hub (which needs a connection)"
-        ) from error
-    model, facts = loaded
-    if facts["missing_keys"]:
-        raise ValueError(
-            f"{name!r} is no trained classifier: it has no weights for {sorted(facts['missing_keys'])[0]}; "
-            "give one that was fine-tuned to classify"
-        )
-    return model.eval().to(device), tokenizer

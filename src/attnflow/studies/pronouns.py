@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from attnflow.capturing import huggingface
+from attnflow.capturing.models import load_model
 from attnflow.faithfulness.results import Row, Summary
 from attnflow.methods import METHODS
 from attnflow.show import canvas
@@ -163,22 +164,10 @@ def load(name: str) -> Model:
 
     Raises ValueError if there is none of this name, or it has no trained head.
     """
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        masked = tokenizer.mask_token is not None
-        kind = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
-        loaded: Any = kind.from_pretrained(name, output_loading_info=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot load a language model from {name!r}: {huggingface.first_line(error)}") from error
-    model, facts = loaded
-    if facts["missing_keys"]:
-        raise ValueError(
-            f"{name!r} is no language model: it has no weights for {sorted(facts['missing_keys'])[0]}; give one that "
-            "was trained to predict words"
-        )
-    return Model(model.eval(), tokenizer, masked)
+    tokenizer = huggingface.load_tokenizer(name)
+    masked = tokenizer.mask_token is not None
+    model, tokenizer = load_model(name, task="fill-mask" if masked else "text-generation")
+    return Model(model, tokenizer, masked)
 
 
 def cases(file: Path) -> list[Case]:

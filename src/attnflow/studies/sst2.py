@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from attnflow.capturing import demo, huggingface
+from attnflow.capturing.models import load_model
 from attnflow.faithfulness import loading
 from attnflow.faithfulness.metrics import blank_out, correlation
 from attnflow.faithfulness.results import Row, Summary
@@ -132,7 +133,7 @@ def study(
         loaded, tokenizer = classifier(used[1])
     else:
         used = [file]
-        loaded, tokenizer = loading.text_classifier(model)
+        loaded, tokenizer = load_model(model, task="text-classification")
     rows: dict[Condition, list[Row]] = {condition: [] for condition in CONDITIONS}
     failed: dict[str, str] = {}
     saturated: list[Sequence[float]] = []

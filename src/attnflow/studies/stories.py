@@ -36,7 +36,7 @@ def load(folder: Path) -> tuple[torch.nn.Module, Any]:
     )
     model: Any = LlamaForCausalLM(config)
     numbers = torch.from_numpy(np.frombuffer(content, dtype="<f4", offset=28).copy())
-    model.load_state_dict(dict(_weights(numbers, config)), strict=False)  # lm_head is the embedding
+    model.load_state_dict(dict(_weights(numbers, config)))
     model.config.name_or_path = "stories260K"
     return model.eval(), _tokenizer((folder / FILES[1]).read_bytes(), vocabulary)
 
