@@ -16,6 +16,7 @@ import torch
 
 from attnflow.capturing import demo
 from attnflow.capturing.huggingface import first_line
+from attnflow.memory import check_pixels
 from attnflow.trace import Grid, Role
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class VisionModel:
         height, width = size or self._fit(image)
         if self.multiple and (height % self.multiple or width % self.multiple or not height or not width):
             raise ValueError(f"the image size {height}x{width} must be a multiple of the patch size {self.multiple}")
+        check_pixels(height, width)
         resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
         pixels = (np.asarray(resized, dtype=np.float32) / 255 - self.mean) / self.std
         device = next(self.model.parameters()).device
