@@ -15,20 +15,22 @@ PACKAGE = Path(attnflow.__file__).parent
 # `Relevance.show` and `Relevance.save` reach `show` when they are called; that is the one road back.
 ALLOWED = {
     "layers": set(),
+    "files": set(),
     "memory": set(),
     "trace": {"layers"},
-    "relevance": set(),
+    "relevance": {"files", "memory"},
     "capturing": {"layers", "trace", "memory"},
     "mixing": {"layers"},
     "propagate": {"memory"},
-    "show": {"relevance"},
+    "show": {"files", "memory", "relevance"},
     "graph": {"trace", "mixing", "memory"},
     "methods": {"layers", "trace", "relevance", "mixing", "graph", "propagate"},
     "routes": {"trace", "relevance", "mixing", "graph", "methods", "propagate"},
     "baselines": {"trace", "relevance", "capturing"},
-    "faithfulness": {"trace", "relevance", "capturing", "methods", "baselines"},
-    "studies": {"trace", "relevance", "capturing", "methods", "baselines", "faithfulness", "show"},
-    "cli": {"trace", "relevance", "capturing", "methods", "show", "faithfulness", "studies"},
+    "faithfulness": {"files", "memory", "trace", "relevance", "capturing", "methods", "baselines"},
+    "studies": {"files", "trace", "relevance", "capturing", "methods", "baselines", "faithfulness", "show"},
+    "cli": {"files", "memory", "trace", "relevance", "capturing", "methods", "show", "faithfulness", "studies"},
+    "__main__": {"cli"},
 }
 
 
