@@ -9,14 +9,18 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import stat
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from numbers import Complex, Integral, Real
 from pathlib import Path
 from typing import IO, Any
 
 # Less room than this on a disk holds no answer.
 _LEAST_ROOM = 4096
+_ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -119,16 +123,38 @@ def to_json(value: Any) -> str:
 def _replace(real: Path, content: io.BytesIO) -> None:
     temporary = real.with_name(f".attnflow-{secrets.token_hex(8)}")
     try:
-        with open(temporary, "xb") as file:
-            if real.exists():
-                os.chmod(temporary, stat.S_IMODE(real.stat().st_mode))
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, real)
+        with _removed_when_terminated(temporary):
+            with open(temporary, "xb") as file:
+                if real.exists():
+                    os.chmod(temporary, stat.S_IMODE(real.stat().st_mode))
+                file.write(content.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, real)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def _removed_when_terminated(temporary: Path) -> Generator[None]:
+    """Remove the file before SIGTERM or SIGHUP ends the process, as they do unless somebody handles or ignores them."""
+
+    def end(number: int, _frame: object) -> None:
+        temporary.unlink(missing_ok=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    ours = list[int]()
+    if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        ours = [one for one in _ENDS if signal.getsignal(one) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _takes_a_stream(mode: int) -> bool:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
@@ -67,16 +64,15 @@ def main() -> None:
     """Run the command line.
 
     Exit 0; 2 for input that cannot be used or output that cannot be written, a line each on standard error; 1 for what
-    nobody foresaw; 130 for Ctrl-C, 141 for a pipe that nobody reads, 143 for SIGTERM.
+    nobody foresaw; 130 for Ctrl-C, 141 for a pipe that nobody reads.
     """
     arguments = sys.argv[1:]
     _keep_closed_streams_closed()
     escape_what_cannot_be_encoded()
     try:
-        with _ended_in_order():
-            _run(arguments)
-            if sys.stdout:
-                sys.stdout.flush()  # the help, which is printed for us
+        _run(arguments)
+        if sys.stdout:
+            sys.stdout.flush()  # the help, which is printed for us
         return
     except KeyboardInterrupt:
         code = 130
@@ -118,24 +114,6 @@ def _message(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return f"this needs {error.name}: pip install 'attnflow[{_EXTRAS[error.name]}]'"
     return str(error) or type(error).__name__
-
-
-@contextmanager
-def _ended_in_order() -> Generator[None]:
-    """Let SIGTERM and SIGHUP end the work as Ctrl-C does, so that no half of a file is left behind."""
-
-    def stop(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    wanted = [one for one in (signal.SIGTERM, getattr(signal, "SIGHUP", None)) if one is not None]
-    ours = [one for one in wanted if signal.getsignal(one) is signal.SIG_DFL]  # nohup ignores it
-    for one in ours:
-        signal.signal(one, stop)
-    try:
-        yield
-    finally:
-        for one in ours:
-            signal.signal(one, signal.SIG_DFL)
 
 
 def _keep_closed_streams_closed() -> None:

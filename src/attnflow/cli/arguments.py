@@ -12,7 +12,7 @@ from attnflow.files import destination, named
 
 
 def _whole(_kind: Any, tokens: Sequence[Token]) -> int:
-    return integer(tokens[0].keyword or "the argument", tokens[0].value, "a whole number")
+    return integer("it", tokens[0].value, "a whole number")
 
 
 # A whole number; 1.5 is none, where cyclopts would round it.

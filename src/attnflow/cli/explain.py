@@ -14,7 +14,7 @@ from attnflow.cli.arguments import Integer, check_device, check_model, check_out
 from attnflow.cli.arguments import layer as layer_number
 from attnflow.cli.printing import note, print_json, print_relevance, progress, take_messages, working
 from attnflow.files import named
-from attnflow.memory import check_pixels
+from attnflow.memory import check_memory, check_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -144,6 +144,8 @@ def image(
             options = replace(options, query=options.query or (None if generate else "-1"))
         else:
             loaded = vision.load(model or demo.IMAGE, check_device(device))
+            if pixels is not None and loaded.multiple is not None:
+                _check_patches(pixels, loaded.multiple, loaded.model.config)
             trace = _one(capture(loaded.model, loaded.prepare(picture, pixels)))
     _deliver(trace, options, default_layer="-1", image=picture)
 
@@ -180,6 +182,14 @@ def _check_image_text(model: str | None, text: str | None, generate: int | None,
 def _check_generate(generate: int | None) -> None:
     if generate is not None and generate < 1:
         raise ValueError(f"--generate takes a number of tokens from 1 on; it is {generate}")
+
+
+def _check_patches(size: tuple[int, int], side: int, config: Any) -> None:
+    """Refuse more patches than a model that takes any size can be run on here."""
+    patches = size[0] * size[1] // side**2
+    # Numbers for each patch: queries and keys of all layers, and what a layer holds at a time; in two passes compared.
+    numbers = 2 * config.hidden_size * (2 * config.num_hidden_layers + 14)
+    check_memory(4 * numbers * patches, f"a model over {patches:,} patches", "give a smaller --size")
 
 
 def _check_written(model: Any, inputs: Mapping[str, Any], generate: int | None) -> None:

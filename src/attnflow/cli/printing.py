@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from attnflow.relevance import Relevance
 
 
+# Wider than any table.
+_WIDEST = 10_000
+
+
 def printable(text: str) -> str:
     r"""The text on one line, with escapes (\x1b) for what a terminal would obey instead of showing."""
     line = " ".join(text.split())
@@ -108,8 +112,10 @@ def print_json(value: Any) -> None:
 def print_table(table: Table) -> None:
     """A table on standard output, wider than the terminal where it must be: no name is cut."""
     output = console()
+    needed = output.measure(table, options=output.options.update(max_width=_WIDEST)).maximum
+    output.width = max(output.width, needed)
     with standard_output():
-        output.print(table, width=max(output.width, output.measure(table).maximum), crop=False, no_wrap=True)
+        output.print(table)
 
 
 def print_relevance(relevance: Relevance) -> None:

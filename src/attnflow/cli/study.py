@@ -57,7 +57,7 @@ class Common:
 
 
 def begin(common: Common, *folders: Path, model: str | None = None) -> None:
-    """Make the folders, and refuse, before any work, what the study could not write."""
+    """Refuse, before any work, what the study could not write."""
     take_messages(quiet=common.quiet)
     check_model(model)
     if common.seed < 0:
@@ -65,8 +65,8 @@ def begin(common: Common, *folders: Path, model: str | None = None) -> None:
     from attnflow.studies import record
 
     for folder in (common.folder, *folders):
-        folder.mkdir(parents=True, exist_ok=True)
-        destination(folder / record.LEAGUE)
+        there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+        destination(there / record.LEAGUE)  # or a folder that is made in it
     for path in common.folder.glob("*.json"):
         destination(path)
         record.load(path)
@@ -183,6 +183,7 @@ def pronouns(*, model: str | None = None, common: Common = Common()) -> None:
         begin(common, model=model)
         from attnflow.studies import pronouns
 
+        common.folder.mkdir(parents=True, exist_ok=True)
     picture = common.folder / "pronouns.png"
     with progress("sentences", quiet=common.quiet) as called:
         record = pronouns.study(
