@@ -404,7 +404,7 @@ def test_a_journal_that_cannot_be_kept_is_refused_before_any_work(bert, words, t
 
 def test_numbers_of_numpy_and_torch_are_settings(bert, words, tmp_path):
     given = {"seed": np.int64(3), "layer": torch.tensor(-1), "target": np.int32(1), "batch_size": np.int8(8)}
-    settings = {"rollout": {"residual": np.float32(0.5), "head": np.int64(1)}}
+    settings = {"rollout": {"residual": np.float64(0.5), "head": np.int64(1)}}
     evaluation = evaluate(
         bert, TEXTS, tokenizer=words, methods="rollout", metrics=FEW, settings=settings, output=tmp_path / "a.parquet",
         **given,

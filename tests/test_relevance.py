@@ -155,7 +155,7 @@ def test_sigterm_leaves_no_temporary_file(tmp_path):
 @pytest.mark.parametrize("suffix", [".npz", ".json"])
 def test_numbers_of_numpy_and_torch_are_saved_and_shown(tmp_path, capsys, suffix):
     trace = attnflow.Trace.from_arrays(np.full((2, 2, 3, 3), 1 / 3), tokens=[7, 8.5, "\ud800"])
-    settings = {"layer": np.int32(-1), "head": torch.tensor(1), "residual": np.float32(0.5)}
+    settings = {"layer": np.int32(-1), "head": torch.tensor(1), "residual": np.float64(0.5)}
     relevance = attnflow.rollout(trace, query=[np.int64(1), torch.tensor(2)], **settings)
     again = Relevance.load(relevance.save(tmp_path / f"a{suffix}"))
     assert again.tokens == ("7", "8.5", "\ud800")
