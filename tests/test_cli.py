@@ -2,9 +2,12 @@
 
 import io
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from PIL import Image
 
 import attnflow
 from attnflow import cli
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.show.wording import saturation
 from conftest import SENTENCE
 
@@ -244,7 +247,26 @@ ERRORS = {
     "missing model": (["text", "Hi", "--model", "no/such-model"], "cannot load a text model from 'no/such-model'"),
     "missing image": (["image", "absent.jpg"], "there is no image 'absent.jpg'"),
     "not an image": (["image", text_file], "cannot be read as an image"),
-    "image size": (["image", text_file, "--size", "big"], "cannot be read as an image"),
+    "image size": (["image", text_file, "--size", "big"], "--size takes HEIGHTxWIDTH"),
+    "image of nothing": (["image", photograph, "--size", "0x14"], "--size takes HEIGHTxWIDTH from 1 on"),
+    "image beyond memory": (["image", photograph, "--size", "1400000x1400000"], "pixels needs about 147,000.0 GB"),
+    "patches beyond memory": (["image", photograph, "--size", "112x112000000"], "give a smaller size"),
+    "fraction": (["text", "Hi", "--head", "1.5"], "Invalid value for --head: it takes a whole number; '1.5'"),
+    "fraction of data": (["evaluate", "x", "--model", "x", "--limit", "1.9"], "it takes a whole number; '1.9'"),
+    "no model": (["text", "Hi", "--model", ""], "--model is empty"),
+    "no photographer": (["image", photograph, "--model", " "], "--model is empty"),
+    "no classifier": (["evaluate", text_file, "--model", ""], "--model is empty"),
+    "method before model": (["text", "Hi", "--model", "absent", "--method", "magic"], "method 'magic' is unknown"),
+    "metric before model": (["evaluate", text_file, "--model", "absent", "--metrics", "magic"], "metric 'magic' is"),
+    "no metrics": (["evaluate", text_file, "--model", "absent", "--metrics", ""], "metric '' is unknown"),
+    "method of data": (["evaluate", text_file, "--model", "absent", "--methods", "raw,magic"], "method 'magic' is"),
+    "target": (["evaluate", text_file, "--model", "absent", "--target", "all"], "--target takes predicted, label, or"),
+    "an option misspelt": (["text", "-foo"], "A text that begins with - goes behind --"),
+    "escape": (["text", "Hi", "-o", "a\x1b[31m\n/b.png"], r"cannot write 'a\x1b[31m\n/b.png': the folder"),
+    "escape in an option": (["text", "Hi", "--a\x1b[31m"], r"--a\x1b[31m"),
+    "device without numbers": (["text", "Hi", "--device", "meta"], "device 'meta' cannot be used here"),
+    "study's model": (["study", "sst2", "--model", ""], "--model is empty"),
+    "study's file": (["study", "sst2", "-o", photograph], "one.jpg does not exist"),
     "16 bits": (["image", sixteen_bits], "cannot be read as an image: its pixels are of mode I;16"),
     "not UTF-8": (["text", "caf\udce9"], "the text is not valid UTF-8"),
     "graph of all": (["text", "all all", "--query", "dog", "--picture", "graph"], "no token is 'dog'"),
@@ -270,6 +292,187 @@ def test_errors_are_one_line_and_exit_2(run, tmp_path, case):
     assert err.startswith("attnflow: error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_texts_that_begin_with_a_hyphen(run, monkeypatch):
+    for arguments in (["- one item", "--json"], ["--json", "--", "- one item"], ["-q", "- one item", "--json"]):
+        code, out, err = run("text", *arguments)
+        assert (code, json.loads(out)["tokens"][1:-1]) == (0, ["-", "one", "item"]), err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello there.\n"))
+    code, out, _ = run("text", "-q", "-", "--json")
+    assert json.loads(out)["tokens"] == ["[CLS]", "hello", "there", ".", "[SEP]"]
+
+
+def test_what_is_read_is_not_written(run, tmp_path, attention_file):
+    copy = tmp_path / "a.npz"
+    shutil.copy(attention_file, copy)
+    (tmp_path / "link.npz").symlink_to("a.npz")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    for arguments in (
+        ["array", copy, "-o", copy],
+        ["array", copy, "-o", tmp_path / "link.npz"],
+        ["array", tmp_path / "link.npz", "-o", copy],
+        ["image", tmp_path / "a.png", "-o", tmp_path / "model/../a.png"],
+        ["text", "Hi", "--model", model, "-o", model / "config.json"],
+    ):
+        code, out, err = run(*arguments)
+        assert (code, out) == (2, "")
+        assert "it is read as input; give another file" in err
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def process(*arguments, **settings):
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "attnflow", *map(str, arguments)]
+    return subprocess.run(command, **{"capture_output": True, "text": True} | settings)
+
+
+def test_one_output_that_fails_loses_nothing_else(tmp_path, attention_file):
+    import resource
+
+    outputs = [argument for name in ("a.pdf", "a.json") for argument in ("-o", tmp_path / name)]
+    limit = resource.RLIMIT_FSIZE, (8000, 8000)
+    done = process("array", attention_file, *outputs, preexec_fn=lambda: resource.setrlimit(*limit))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"attnflow: wrote {tmp_path / 'a.json'}",
+        f"attnflow: error: cannot write {tmp_path / 'a.pdf'}: File too large",
+    ]
+    assert "rollout" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_files_are_written_where_nothing_can_be_printed(tmp_path, attention_file, json_flag):
+    path = tmp_path / "a.json"
+    with open("/dev/full", "w") as full:
+        done = process(
+            "array", attention_file, "-o", path, "-q", *json_flag,
+            capture_output=False, stdout=full, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    reason = "attnflow: error: cannot write to standard output: "
+    assert (done.returncode, done.stderr) == (2, f"{reason}No space left on device\n")
+    path.unlink()
+    command = f"{sys.executable} -m attnflow array {attention_file} -o {path} -q {' '.join(json_flag)} >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"{reason}it is closed\n")
+    attnflow.Relevance.load(path)
+
+
+@pytest.mark.parametrize("command", ["array {}", "array {} --json", "methods", "methods --json", "--help"])
+def test_a_pipe_that_nobody_reads_is_exit_141(attention_file, command):
+    whole = f"{sys.executable} -m attnflow {command.format(attention_file)}"
+    done = subprocess.run(["bash", "-c", f"{whole} | true; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_other_encodings_lose_nothing(tmp_path):
+    path = tmp_path / "a.npz"
+    tokens = ["日本", "é", "😀"]
+    np.savez(path, attention=np.full((1, 3, 3), 1 / 3), tokens=np.array(tokens))
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = process("array", path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\u65e5\u672c" in done.stdout
+    assert json.loads(process("array", path, "--json", env=environment).stdout)["tokens"] == tokens
+
+
+def test_file_names_are_printed_so_that_no_terminal_obeys(run, tmp_path, attention_file):
+    path = tmp_path / "a\x1b[31m\n.json"
+    _, _, err = run("array", attention_file, "-o", path)
+    assert path.exists()
+    assert err == f"attnflow: wrote {str(path)!r}\n"
+
+
+def test_warnings_of_libraries_are_notes(run, monkeypatch, attention_file):
+    import logging
+    import warnings
+
+    from attnflow.cli import printing
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        printing.take_messages(quiet=False)
+        for _ in range(2):
+            warnings.warn("of a\nlibrary \x1b[31m", UserWarning, stacklevel=1)
+        _, _, err = run("array", attention_file, "-q")
+        assert err == "attnflow: of a library \\x1b[31m\n"
+        warnings.warn("unheard", UserWarning, stacklevel=1)
+        logging.lastResort.handle(logging.makeLogRecord({"msg": "unheard", "levelno": logging.WARNING}))
+    assert run("methods", "--json")[2] == ""
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory):
+    """Folders of a causal model and of two encoder-decoders with 40 positions, or any number of them."""
+    import transformers
+
+    from classifiers import tokenizer
+
+    words = tokenizer()
+    common = {"vocab_size": len(words), "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0}
+    sizes = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes |= {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "forced_eos_token_id": None}
+    models = {
+        "gpt2": transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=40, **common)
+        ),
+        "bart": transformers.BartForConditionalGeneration(
+            transformers.BartConfig(max_position_embeddings=40, **sizes, **common)
+        ),
+        "t5": transformers.T5ForConditionalGeneration(
+            transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, **common)
+        ),
+    }
+    folder = tmp_path_factory.mktemp("writers")
+    transformers.utils.logging.disable_progress_bar()
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        words.save_pretrained(folder / name)
+    return folder
+
+
+def test_a_model_writes_no_further_than_its_positions(run, writers):
+    code, out, err = run("text", "Hi", "--model", writers / "gpt2", "--generate", 37, "--json")
+    assert (code, len(json.loads(out)["queries"])) == (0, 37), err
+    for name, generate, most in (("gpt2", 38, 37), ("bart", 40, 39), ("gpt2", 10**12, 37)):
+        code, out, err = run("text", "Hi", "--model", writers / name, "--generate", generate)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f"the 40 positions of the model; ask for {most} at most" in err
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_an_encoder_decoder_must_write(run, writers, name):
+    code, out, err = run("text", "Hi", "--model", writers / name)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "writes behind an encoder; say how much with --generate" in err
+
+
+def test_every_metric_and_method_stands_in_the_help(run):
+    _, out, _ = run("evaluate", "--help")
+    shown = " ".join(out.replace("│", " ").split())
+    for name in (*attnflow.METRICS, *attnflow.METHODS, *attnflow.BASELINES):
+        assert re.search(rf"[ (]{name}[ ,.:;)]", shown), name
+
+
+def test_studies_name_the_extra_that_is_missing(run, monkeypatch, tmp_path, data):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for study in ("sst2", "pronouns"):
+        code, _, err = run("study", study, "--data", data, "-o", tmp_path)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "pip install 'attnflow[hf]'" in err
+
+
+def test_a_study_does_not_begin_where_it_cannot_end(run, tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    code, _, err = run("study", "sst2", "--data", tmp_path / "absent", "-o", tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "other.json does not hold a study" in err
 
 
 def test_debug_shows_the_traceback(monkeypatch):
@@ -328,12 +531,16 @@ def test_evaluate_measures_a_real_classifier(run, tmp_path, data):
     options = ["--model", tmp_path / "sst2", "--methods", "raw,flow", "--metrics", "comprehensiveness,blank-out"]
     code, out, err = run("evaluate", tmp_path / "texts.tsv", *options, "-o", tmp_path / "run.parquet")
     assert code == 0
-    for name in ("raw", "flow", "random", "gradient-norm", "comprehensiveness", "blank-out"):
+    for name in ("raw", "flow", "random", "gradient-norm", "comprehensiveness ↑", "blank-out ↑"):
         assert name in out
     assert "example 3, all methods: the text has 602 tokens and the model takes 512" in err
     saved = attnflow.Evaluation.load(tmp_path / "run.parquet")
     assert {row.example for row in saved.rows} == {0, 1, 2}
-    code, again, _ = run("evaluate", tmp_path / "texts.tsv", *options, "-o", tmp_path / "run.parquet", "--json")
+    code, again, err = run("evaluate", tmp_path / "texts.tsv", *options, "-o", tmp_path / "run.parquet")
+    assert (code, again) == (2, "")
+    assert "run.parquet is there already" in err
+    spaced = ["--model", tmp_path / "sst2", "--methods", "raw, flow", "--metrics", " comprehensiveness ,blank-out"]
+    code, again, _ = run("evaluate", tmp_path / "texts.tsv", *spaced, "--json")
     means = {(one["method"], one["metric"]): one["mean"] for one in json.loads(again)["summary"]}
     assert len(means) == 8
     code, _, err = run("evaluate", tmp_path / "texts.tsv", "--model", tmp_path / "sst2", "--methods", "magic")

@@ -237,6 +237,14 @@ def test_a_function_of_the_output_as_the_target(pictures):
         ({"data": []}, "there are no data"),
         ({"data": ["only a text"]}, r"an example is \(text, label\) .*; the first is a str"),
         ({"data": [(3, 0)]}, "it begins with a int"),
+        ({"metrics": []}, "there are no metrics"),
+        ({"methods": [3]}, "method 3 is unknown"),
+        ({"metrics": ["pixel-auc"]}, "pixel-auc needs images with masks"),
+        ({"settings": {"raw": {"hed": 1}}}, "raw takes no 'hed'; its settings here are .*head"),
+        ({"target": "labl"}, "target, where it is not .* must be a whole number from 0 on; it is 'labl'"),
+        ({"layer": "al"}, "layer, where it is not .* must be a whole number; it is 'al'"),
+        ({"seed": -1}, "seed must be a whole number from 0 on; it is -1"),
+        ({"batch_size": 1.5}, "batch_size must be a whole number from 1 on; it is 1.5"),
         ({"output": "result.csv"}, "the suffix must be .parquet"),
         ({"output": "nowhere/result.parquet"}, "the folder nowhere does not exist"),
     ],
@@ -364,6 +372,88 @@ def test_resuming_with_other_settings_or_data_is_refused(bert, words, tmp_path, 
     with pytest.raises(ValueError, match=message):
         evaluate(bert, **({"data": TEXTS, "tokenizer": words, "output": output, "metrics": FEW} | change))
     assert journal_lines(tmp_path / "result.parquet.partial") == 3
+
+
+def test_a_finished_evaluation_is_never_replaced(bert, words, tmp_path):
+    output = tmp_path / "result.parquet"
+    evaluate(bert, TEXTS[:2], tokenizer=words, methods=["raw"], metrics=FEW, output=output)
+    before = output.read_bytes()
+    with pytest.raises(FileExistsError, match="result.parquet is there already, and nothing that was measured"):
+        evaluate(bert, TEXTS, tokenizer=words, methods=["raw"], metrics=FEW, output=output)
+    assert output.read_bytes() == before
+    assert os.listdir(tmp_path) == ["result.parquet"]
+
+
+def test_fewer_data_than_are_finished_are_refused_and_the_journal_is_kept(bert, words, tmp_path):
+    output = tmp_path / "result.parquet"
+    interrupted(bert, words, output, examples=3)
+    before = (tmp_path / "result.parquet.partial").read_bytes()
+    with pytest.raises(ValueError, match="holds 3 finished examples and the data are only 2"):
+        evaluate(bert, TEXTS[:2], tokenizer=words, metrics=FEW, output=output)
+    assert (tmp_path / "result.parquet.partial").read_bytes() == before
+    assert len(evaluate(bert, TEXTS, tokenizer=words, metrics=FEW, output=output).rows)
+    assert os.listdir(tmp_path) == ["result.parquet"]
+
+
+def test_a_journal_that_cannot_be_kept_is_refused_before_any_work(bert, words, tmp_path):
+    (tmp_path / "result.parquet.partial").write_text("")
+    (tmp_path / "result.parquet.partial").chmod(0o444)
+    with pytest.raises(PermissionError, match="result.parquet.partial: it is read-only"):
+        evaluate(bert, TEXTS, tokenizer=words, output=tmp_path / "result.parquet")
+
+
+def test_numbers_of_numpy_and_torch_are_settings(bert, words, tmp_path):
+    given = {"seed": np.int64(3), "layer": torch.tensor(-1), "target": np.int32(1), "batch_size": np.int8(8)}
+    settings = {"rollout": {"residual": np.float64(0.5), "head": np.int64(1)}}
+    evaluation = evaluate(
+        bert, TEXTS, tokenizer=words, methods="rollout", metrics=FEW, settings=settings, output=tmp_path / "a.parquet",
+        **given,
+    )  # fmt: skip
+    assert not evaluation.failures
+    assert evaluation.recipe["settings"] == {"rollout": {"residual": 0.5, "head": 1}}
+    assert Evaluation.load(tmp_path / "a.parquet").summary() == evaluation.summary()
+
+
+def spoilt(path, change, metadata=None):
+    """An evaluation of one row with something else in it."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    Evaluation((Row(0, "raw", 1, "aopc", 0.5),), (), {"seed": 0}).save(path)
+    table = parquet.read_table(path)
+    header = table.schema.metadata if metadata is None else {"attnflow": metadata}
+    columns = {
+        name: pa.array(change.get(name, table[name].to_pylist()), table[name].type) for name in table.schema.names
+    }
+    parquet.write_table(pa.table(columns, table.schema.with_metadata(header)), path)
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata"),
+    [
+        ({"metric": ["magic"]}, None),
+        ({"metric": [None]}, None),
+        ({"method": [None]}, None),
+        ({"value": [None]}, None),
+        ({"example": [-1]}, None),
+        ({"example": [None]}, None),
+        ({"layer": [-2]}, None),
+        ({}, "[]"),
+        ({}, "{}"),
+        ({}, '{"format": "attnflow-evaluation-1"}'),
+        ({}, '{"format": "attnflow-evaluation-1", "recipe": {"seed": "0"}}'),
+        ({}, "[" * 10**5),
+    ],
+)
+def test_files_are_checked_whole_when_they_are_loaded(tmp_path, change, metadata):
+    path = tmp_path / "a.parquet"
+    spoilt(path, {})
+    assert Evaluation.load(path).summary()
+    spoilt(path, change, metadata)
+    with pytest.raises(ValueError, match="a.parquet does not hold an evaluation that attnflow saved"):
+        Evaluation.load(path)
+    with pytest.raises(FileNotFoundError, match="b.parquet"):
+        Evaluation.load(tmp_path / "b.parquet")
 
 
 def test_resuming_with_another_model_is_refused(bert, words, tmp_path):

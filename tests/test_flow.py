@@ -323,16 +323,22 @@ def test_free_memory_is_known_and_plausible():
     assert free is None or 10**6 < free < 10**14
 
 
-def test_says_when_it_compiles(monkeypatch, caplog):
-    stack = engine._stack
-    monkeypatch.setattr(engine, "_COMPILING_SECONDS", 0.01)
-    monkeypatch.setattr(engine, "_stack", lambda *given: time.sleep(0.5) or stack(*given))
-    engine.load_kernels.cache_clear()
-    engine.load_kernels()
-    assert "compiling its flow kernels" in caplog.text
-    caplog.clear()
-    engine.load_kernels()
-    assert not caplog.text
+LOADED = """
+import logging
+from attnflow.propagate import _engine
+logging.basicConfig(format="%(message)s")
+_engine.load_kernels()
+"""
+
+
+def test_says_when_it_compiles_and_not_when_it_only_loads(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", LOADED]
+    first, second = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)
+    )
+    assert first.stderr.count("compiling its flow kernels") == 1
+    assert second.stderr == ""
 
 
 def test_nothing_compiles_later(monkeypatch):

@@ -15,22 +15,24 @@ PACKAGE = Path(attnflow.__file__).parent
 # `Relevance.show` and `Relevance.save` reach `show` when they are called; that is the one road back.
 ALLOWED = {
     "layers": set(),
+    "files": set(),
     "memory": set(),
     "trace": {"layers"},
-    "relevance": set(),
+    "answer": {"files", "memory"},
     "capturing": {"layers", "trace", "memory"},
     "edges": {"layers"},
     "mixing": {"layers", "edges"},
     "propagate": {"memory"},
-    "show": {"relevance"},
+    "show": {"files", "memory", "answer"},
     "graph": {"trace", "edges", "mixing", "memory"},
-    "methods": {"trace", "relevance", "edges", "graph", "propagate"},
-    "routes": {"trace", "relevance", "graph", "methods", "propagate"},
-    "baselines": {"trace", "relevance", "capturing"},
-    "explaining": {"trace", "relevance", "capturing", "graph", "methods", "baselines"},
-    "faithfulness": {"trace", "relevance", "capturing", "methods", "baselines"},
-    "studies": {"trace", "relevance", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
-    "cli": {"trace", "relevance", "capturing", "methods", "show", "faithfulness", "studies"},
+    "methods": {"trace", "answer", "edges", "graph", "propagate"},
+    "routes": {"trace", "answer", "graph", "methods", "propagate"},
+    "baselines": {"trace", "answer", "capturing"},
+    "explaining": {"trace", "answer", "capturing", "graph", "methods", "baselines"},
+    "faithfulness": {"files", "memory", "trace", "answer", "capturing", "graph", "methods", "baselines"},
+    "studies": {"files", "trace", "answer", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
+    "cli": {"files", "memory", "trace", "answer", "capturing", "methods", "show", "faithfulness", "studies"},
+    "__main__": {"cli"},
 }
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 import attnflow
 from attnflow import baselines
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.show import canvas, colour, wording
 from attnflow.show.notebook import html
 from attnflow.show.overlay import DETAIL
@@ -279,7 +279,7 @@ class TestTerminal:
 
     def test_through_a_pipe(self):
         code = (
-            "import numpy as np; from attnflow.relevance import Relevance\n"
+            "import numpy as np; from attnflow.answer import Relevance\n"
             "Relevance(np.array([[0.25, 0.75]]), ('[red]', 'b'), ('text',) * 2, (0,), ('b',), (0,)).show()"
         )
         result = subprocess.run(
@@ -889,7 +889,7 @@ class TestSaving:
     def test_no_global_state_changes(self, tmp_path):
         code = (
             "import sys, matplotlib, numpy as np; before = matplotlib.rcParams.copy()\n"
-            "from attnflow.relevance import Relevance\n"
+            "from attnflow.answer import Relevance\n"
             "Relevance(np.eye(2), ('a', 'b'), ('text',) * 2, (0, 1), ('a', 'b'), (0,)).save(sys.argv[1])\n"
             "assert 'matplotlib.pyplot' not in sys.modules\n"
             "assert matplotlib.rcParams.copy() == before\n"

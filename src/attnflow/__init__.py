@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnflow.faithfulness.run import evaluate
     from attnflow.methods import METHODS, flow, flow_bounds, raw, relevance, rollout
     from attnflow.propagate.carriers import CARRIERS
-    from attnflow.relevance import Relevance
+    from attnflow.answer import Relevance
     from attnflow.routes import group_flow, min_cut, paths
     from attnflow.trace import Trace
 
@@ -62,7 +62,7 @@ _HOME = {
     "evaluate": "attnflow.faithfulness.run",
     "explain": "attnflow.explaining",
     "METHODS": "attnflow.methods",
-    "Relevance": "attnflow.relevance",
+    "Relevance": "attnflow.answer",
     "Trace": "attnflow.trace",
     "capture": "attnflow.capturing",
     "capture_batch": "attnflow.capturing",

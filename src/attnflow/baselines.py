@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from attnflow.capturing.rules import RULES, Rules
 from attnflow.capturing.target import Chosen, Target
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.trace import Trace
 
 # An error of completeness above which a warning says what was not covered.

@@ -13,7 +13,7 @@ from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.target import Target
 from attnflow.graph import Settings
 from attnflow.methods import METHODS, relevance
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.trace import Trace
 
 Progress = Callable[[int, int], object]

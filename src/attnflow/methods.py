@@ -14,7 +14,7 @@ from attnflow.edges import EDGES
 from attnflow.graph import AttentionGraph, Settings, attention_graph
 from attnflow.propagate import flow as _flow
 from attnflow.propagate.carriers import CARRIERS, capacities
-from attnflow.relevance import Relevance, Rows
+from attnflow.answer import Relevance, Rows
 from attnflow.trace import Trace
 
 

@@ -1,18 +1,21 @@
-"""The answer: `Relevance`, scores of the input tokens with the recipe that made them; and how files are written."""
+"""The answer: `Relevance`, scores of the input tokens with the recipe that made them."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+
+from attnflow.files import named, plain, to_json, write_whole
+from attnflow.memory import check_arrays
 
 PICTURES = (".png", ".svg", ".pdf")
 DATA = (".npz", ".json")
@@ -60,14 +63,24 @@ class Relevance:
     rows: Rows = "query"
 
     def __post_init__(self) -> None:
-        expected = (len(self.queries), len(self.tokens))
-        if self.scores.ndim == 3:
-            expected = (len(self.layers), *expected)
-        if self.scores.shape != expected or len(self.roles) != len(self.tokens):
+        """Take numbers of numpy and torch, and labels of any kind, and refuse what does not fit together."""
+        for name, kind in _SEQUENCES.items():
+            object.__setattr__(self, name, tuple(map(kind, getattr(self, name))))
+        each_layer = (len(self.layers),) if self.scores.ndim == 3 or len(self.layers) != 1 else ()
+        expected = (*each_layer, len(self.queries), len(self.tokens))
+        labels = len(self.query_tokens), len(self.roles)
+        if self.scores.shape != expected or expected[-2:] != labels or 0 in expected:
             raise ValueError(
                 f"scores of shape {self.scores.shape} do not fit {len(self.layers)} layers, {len(self.queries)} "
-                f"queries, {len(self.tokens)} tokens and {len(self.roles)} roles"
+                f"queries with {len(self.query_tokens)} labels, {len(self.tokens)} tokens and {len(self.roles)} roles"
             )
+        if self.words is not None and not max(self.queries) < len(self.words) == len(self.tokens):
+            raise ValueError(
+                f"{len(self.words)} words do not fit {len(self.tokens)} tokens and a query at {max(self.queries)}"
+            )
+        patches = self.roles.count("patch")
+        if self.grid is not None and (len(self.grid) not in (2, 3) or math.prod(self.grid) != patches):
+            raise ValueError(f"a grid of {self.grid} does not hold {patches} patches")
 
     def __repr__(self) -> str:
         axes = "layer, query, token" if self.scores.ndim == 3 else "query, token"
@@ -114,21 +127,27 @@ class Relevance:
             raise ValueError("these scores do not know which tokens are pieces of a word: capture with a tokenizer")
         starts = [i for i, word in enumerate(self.words) if i == 0 or word != self.words[i - 1]]
         scores = np.add.reduceat(self.scores, starts, axis=-1)
-        of_query = [self.words[position] for position in self.queries]
-        words = list(dict.fromkeys(of_query))
-        rows = [scores[..., [i for i, word in enumerate(of_query) if word == one], :].mean(-2) for one in words]
         place = {self.words[start]: number for number, start in enumerate(starts)}
         pieces = np.split(np.array(self.tokens, dtype=object), starts[1:])
         labels = [_joined(list(group)) for group in pieces]
-        return replace(
+        merged = replace(
             self,
-            scores=np.stack(rows, axis=-2),
+            scores=scores,
             tokens=tuple(labels),
             roles=tuple(self.roles[start] for start in starts),
-            queries=tuple(place[word] for word in words),
-            query_tokens=tuple(labels[place[word]] for word in words),
             words=None,
             recipe={**self.recipe, "pieces": "summed over the tokens of a word, averaged over its queries"},
+        )
+        if self.rows in ("target", "group"):  # which stand at no position
+            return merged
+        of_query = [self.words[position] for position in self.queries]
+        words = list(dict.fromkeys(of_query))
+        rows = [scores[..., [i for i, word in enumerate(of_query) if word == one], :].mean(-2) for one in words]
+        return replace(
+            merged,
+            scores=np.stack(rows, axis=-2),
+            queries=tuple(place[word] for word in words),
+            query_tokens=tuple(labels[place[word]] for word in words),
         )
 
     def without(self, *roles: str) -> Relevance:
@@ -148,6 +167,7 @@ class Relevance:
             scores=self.scores[..., keep],
             tokens=tuple(self.tokens[i] for i in keep),
             roles=tuple(self.roles[i] for i in keep),
+            grid=None if "patch" in roles else self.grid,
             words=None,
             recipe={**self.recipe, "left_out": {"roles": list(roles), "share": share}},
         )
@@ -180,18 +200,21 @@ class Relevance:
             return save_figure(picture(self), path)
         if suffix not in DATA:
             raise ValueError(f"cannot write {path.name!r}: the suffix must be one of {', '.join(DATA + PICTURES)}")
-        header = json.dumps(self.as_dict(with_scores=suffix == ".json"), ensure_ascii=False, allow_nan=False)
+        if not np.isfinite(self.scores).all():
+            raise ValueError(f"cannot write {named(path)}: some of the scores are not finite, which no file can hold")
+        header = to_json(self.as_dict(with_scores=suffix == ".json"))
         if suffix == ".json":
             return write_whole(path, lambda file: file.write(header.encode()))
         return write_whole(path, lambda file: np.savez_compressed(file, scores=self.scores, header=np.array(header)))
 
     def as_dict(self, *, with_scores: bool = True) -> dict[str, Any]:
         """Everything as plain lists, numbers and strings, ready for JSON."""
-        result: dict[str, Any] = {"format": _FORMAT, "recipe": dict(self.recipe)}
-        for name in ("tokens", "roles", "queries", "query_tokens", "layers"):
+        result: dict[str, Any] = {"format": _FORMAT, "recipe": plain(self.recipe)}
+        for name in _SEQUENCES:
             result[name] = list(getattr(self, name))
         result["grid"] = list(self.grid) if self.grid else None
         result["words"] = list(self.words) if self.words else None
+        result["rows"] = self.rows
         if with_scores:
             result["scores"] = self.scores.tolist()
         return result
@@ -203,31 +226,92 @@ class Relevance:
         Raises ValueError if the file is not such a file, FileNotFoundError if there is none.
         """
         path = Path(path)
+        zipped = path.suffix.lower() == ".npz"
+        if zipped:
+            check_arrays(path)
         try:
-            if path.suffix.lower() == ".npz":
+            if zipped:
                 with np.load(path, allow_pickle=False) as file:
                     content = json.loads(str(file["header"])) | {"scores": file["scores"]}
             else:
                 content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != _FORMAT or not isinstance(content["recipe"], dict):
-                raise ValueError(f"format {content['format']!r}")
-            if not np.isfinite(np.asarray(content["scores"], dtype=np.float64)).all():
-                raise ValueError("scores that are not finite")
-            return cls(
-                scores=np.asarray(content["scores"], dtype=np.float64),
-                tokens=tuple(content["tokens"]),
-                roles=tuple(content["roles"]),
-                queries=tuple(content["queries"]),
-                query_tokens=tuple(content["query_tokens"]),
-                layers=tuple(content["layers"]),
-                grid=tuple(content["grid"]) if content["grid"] else None,
-                words=tuple(content["words"]) if content["words"] else None,
-                recipe=content["recipe"],
-            )
-        except OSError:
+            return cls(**_fields(content))
+        except MemoryError:
             raise
         except Exception as error:
-            raise ValueError(f"{path} does not hold a relevance that attnflow saved ({error})") from error
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
+            raise ValueError(f"{named(path)} does not hold a relevance that attnflow saved ({error})") from error
+
+
+# What a file holds as lists, and of what; a relevance takes whatever can be read as such.
+_SEQUENCES: dict[str, type[int] | type[str]] = {
+    "tokens": str, "roles": str, "queries": int, "query_tokens": str, "layers": int,
+}  # fmt: skip
+
+
+def _string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _strings(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_string, cast(list[Any], value)))
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in cast(list[Any], value))
+
+
+def _left_out(value: Any) -> bool:
+    return isinstance(value, dict) and _strings(value.get("roles")) and _number(value.get("share"))
+
+
+def _or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or holds(value)
+
+
+# What a file must hold beside its scores, and what must hold of all that is read of a recipe when scores are shown.
+_SCHEMA: dict[str, Any] = {
+    **{name: _strings if kind is str else _counts for name, kind in _SEQUENCES.items()},
+    "grid": _or_none(_counts),
+    "words": _or_none(_counts),
+    "rows": _or_none(lambda value: value in get_args(Rows)),
+    "recipe": {
+        "method": _or_none(_string),
+        "scaling": _or_none(_string),
+        "settings": {"residual": _or_none(lambda value: _number(value) or _string(value))},
+        "model": {"proofs": {"mixers": _or_none(_string)}},
+        "left_out": _or_none(_left_out),
+    },
+}
+
+
+def _check(part: Any, schema: Mapping[str, Any], name: str) -> None:
+    if not isinstance(part, dict):
+        raise ValueError(f"{name} must be a mapping")
+    for key, holds in schema.items():
+        if isinstance(holds, dict):
+            _check(part.get(key, {}), cast(Any, holds), key)
+        elif not holds(part.get(key)):
+            raise ValueError(f"{key} cannot be {part.get(key)!r:.60}")
+
+
+def _fields(content: Any) -> dict[str, Any]:
+    """The fields of a relevance, of what a file holds; ValueError for what `as_dict` would not have written."""
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"its format is not {_FORMAT!r}")
+    _check(content, _SCHEMA, "the file")
+    scores = np.asarray(content.get("scores"))
+    if scores.dtype.kind not in "fiu" or scores.ndim not in (2, 3) or not np.isfinite(scores).all():
+        raise ValueError("scores must be finite numbers, for each query and token, or each layer, query and token")
+    lists = {name: tuple(content[name]) for name in _SEQUENCES}
+    optional = {name: tuple(content[name]) if content.get(name) else None for name in ("grid", "words")}
+    rows = content.get("rows", "query")
+    return {"scores": scores.astype(np.float64), "recipe": content["recipe"], "rows": rows, **lists, **optional}
 
 
 def _joined(pieces: list[str]) -> str:
@@ -239,23 +323,3 @@ def _joined(pieces: list[str]) -> str:
 
 def _read(run: re.Match[str]) -> str:
     return bytes.fromhex(run[0].replace("\\x", "")).decode("utf-8", "backslashreplace")
-
-
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
-    """Write a file whole or not at all: into a temporary file beside it, then renamed over it."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path

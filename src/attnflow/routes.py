@@ -13,7 +13,7 @@ from attnflow.methods import flow_graph, relevance_of, whole_graph
 from attnflow.propagate import cuts
 from attnflow.propagate.carriers import capacities
 from attnflow.propagate.flow import FlowResult, flow_of_layers
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.trace import Query, Trace, query_positions
 
 

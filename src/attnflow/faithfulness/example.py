@@ -21,7 +21,7 @@ from attnflow.faithfulness.results import Failure, Row
 from attnflow.faithfulness.score import Score, image_score, remembered, text_score
 from attnflow.methods import METHODS
 from attnflow.methods import relevance as explained
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.trace import Trace
 
 Given: TypeAlias = tuple[Any, ...] | Callable[[], tuple[Any, ...]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from attnflow.faithfulness.results import Failure, Row
+from attnflow.faithfulness.results import Failure, Row, check_rows
+from attnflow.files import destination, named, to_json
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,11 @@ class Entry:
         rows = [[*row[1:4], None if math.isnan(row.value) else row.value] for row in self.rows]
         failures = [failure[1:] for failure in self.failures]
         content = {"example": self.example, "digest": self.digest, "rows": rows, "failures": failures}
-        return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+        return to_json(content) + "\n"
 
     @classmethod
     def read(cls, line: bytes) -> Entry:
-        """The entry that `line` made."""
+        """The entry that `line` made; ValueError, KeyError or TypeError if it made none."""
         content = json.loads(line)
         number = content["example"]
         rows = (
@@ -41,21 +43,26 @@ class Entry:
             for method, layer, metric, value in content["rows"]
         )
         failures = (Failure(number, *failure) for failure in content["failures"])
-        return cls(number, content["digest"], tuple(rows), tuple(failures))
+        entry = cls(number, content["digest"], tuple(rows), tuple(failures))
+        check_rows(entry.rows, entry.failures)
+        return entry
 
 
 @contextmanager
 def opened(path: Path) -> Generator[Journal]:
     """The journal at a path, which is this run's alone until it is closed, or until its process ends in any way.
 
-    Raises ValueError while another run has it.
+    Raises ValueError while another run has it, OSError where it cannot be written.
     """
+    real = destination(path)
+    if real.exists() and not real.is_file():
+        raise OSError(f"cannot keep finished examples in {named(path)}: it is no file")
     while True:
-        with open(path, "a+b") as file:
+        with open(real, "a+b", buffering=0) as file:
             if not _lock(file):
-                raise ValueError(f"another run is writing {path}; wait until it ends, or write to another file")
-            if _is_at(path, file):  # else a run that just ended has deleted it
-                yield Journal(path, file)
+                raise ValueError(f"another run is writing {named(path)}; wait until it ends, or write to another file")
+            if _is_at(real, file):  # else a run that just ended has deleted it
+                yield Journal(real, file)
                 return
 
 
@@ -74,16 +81,17 @@ class Journal:
         Raises ValueError if the file is of a run with another recipe, or is no journal.
         """
         self.file.seek(0)
-        whole = [line for line in self.file if line.endswith(b"\n")]
+        whole = [line for line in io.BytesIO(self.file.read()) if line.endswith(b"\n")]
         if not whole:
             self.file.truncate(0)
-            self._write(json.dumps(recipe, ensure_ascii=False, allow_nan=False) + "\n")
+            self._write(to_json(recipe) + "\n")
             return {}
         try:
-            earlier = json.loads(whole[0])
+            earlier = dict(json.loads(whole[0]))
             entries = [Entry.read(line) for line in whole[1:]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} is not the journal of an evaluation ({error}); move it away") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = f"{named(self.path)} is not the journal of an evaluation ({error}); move it away"
+            raise ValueError(reason) from error
         self._check_same(earlier, recipe)
         self.file.truncate(sum(len(line) for line in whole))
         return {entry.example: entry for entry in entries}
@@ -99,17 +107,24 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
     def _write(self, text: str) -> None:
-        self.file.write(text.encode())
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        left = memoryview(text.encode())
+        try:
+            while left:
+                left = left[self.file.write(left) :]
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise OSError(
+                f"cannot write {named(self.path)}: {error.strerror}; what it holds is kept, and the same call goes on "
+                "behind it"
+            ) from error
 
     def _check_same(self, earlier: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
         differing = [name for name in recipe if earlier.get(name) != recipe[name]]
         if differing:
             name = differing[0]
             raise ValueError(
-                f"{self.path} is of an unfinished run with other settings: {name} was {earlier.get(name)!r} and is now "
-                f"{recipe[name]!r}; give the same settings to go on with it, or delete the file to begin again"
+                f"{named(self.path)} is of an unfinished run with other settings: {name} was {earlier.get(name)!r} and "
+                f"is now {recipe[name]!r}; give the same settings to go on with it, or delete the file to begin again"
             )
 
 

@@ -5,18 +5,29 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attnflow.faithfulness.metrics import METRICS
-from attnflow.relevance import write_whole
+from attnflow.files import named, plain, to_json, write_whole
+from attnflow.memory import check_memory
 
 _FORMAT = "attnflow-evaluation-1"
+_COLUMNS = {
+    "example": "int64",
+    "method": "string",
+    "layer": "int32",
+    "metric": "string",
+    "value": "double",
+    "error": "string",
+}
+# What a row takes in memory as Python has it, however well it is packed in a file.
+_BYTES_OF_A_ROW = 400
 
 
 class Row(NamedTuple):
@@ -96,10 +107,9 @@ class Evaluation:
 
         records: list[tuple[Any, ...]] = [(*row, None) for row in self.rows]
         records += [(failure.example, failure.method, None, None, None, failure.error) for failure in self.failures]
-        columns = list(zip(*records, strict=True)) or [()] * 6
-        fields = [("example", pa.int64()), ("method", pa.string()), ("layer", pa.int32()), ("metric", pa.string())]
-        fields += [("value", pa.float64()), ("error", pa.string())]
-        header = json.dumps({"format": _FORMAT, "recipe": dict(self.recipe)}, ensure_ascii=False, allow_nan=False)
+        columns = list(zip(*records, strict=True)) or [()] * len(_COLUMNS)
+        header = to_json({"format": _FORMAT, "recipe": plain(self.recipe)})
+        fields = [(name, pa.type_for_alias(kind)) for name, kind in _COLUMNS.items()]
         schema = pa.schema(fields, metadata={"attnflow": header})
         arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
         table = pa.Table.from_arrays(arrays, schema=schema)
@@ -114,17 +124,52 @@ class Evaluation:
         import pyarrow as pa
         from pyarrow import parquet
 
-        try:
-            table = parquet.read_table(path)
-            header = json.loads((table.schema.metadata or {})[b"attnflow"])
-            if header["format"] != _FORMAT:
-                raise ValueError(f"format {header['format']!r}")
-            records = list(zip(*(table[name].to_pylist() for name in table.column_names), strict=True))
-        except (pa.ArrowInvalid, KeyError, ValueError) as error:
-            raise ValueError(f"{path} does not hold an evaluation that attnflow saved ({error})") from error
-        rows = tuple(Row(*record[:5]) for record in records if record[3] is not None)
-        failures = tuple(Failure(record[0], record[1], record[5]) for record in records if record[3] is None)
+        with open(path, "rb") as source:
+            try:
+                file = parquet.ParquetFile(source)
+                count = file.metadata.num_rows
+                check_memory(
+                    count * _BYTES_OF_A_ROW, f"an evaluation of {count:,} rows", "measure fewer examples a file"
+                )
+                header = json.loads((file.schema_arrow.metadata or {})[b"attnflow"])
+                _check(header, {field.name: str(field.type) for field in file.schema_arrow})
+                records = list(zip(*(column.to_pylist() for column in file.read().columns), strict=True))
+                rows = tuple(Row(*record[:5]) for record in records if record[5] is None)
+                failures = tuple(
+                    Failure(record[0], record[1], record[5]) for record in records if record[5] is not None
+                )
+                check_rows(rows, failures)
+            except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
+                raise ValueError(f"{named(path)} does not hold an evaluation that attnflow saved ({error})") from error
         return cls(rows, failures, header["recipe"])
+
+
+def check_rows(rows: Iterable[Row], failures: Iterable[Failure]) -> None:
+    """Raise ValueError for anything among rows and failures, as a file has them, that is no measurement or failure."""
+    for row in rows:
+        example, method, layer, metric, value = cast("tuple[Any, ...]", row)
+        known = isinstance(method, str) and isinstance(metric, str) and metric in METRICS
+        if not (known and _counts(example) and _counts(layer or 0) and isinstance(value, float)):
+            raise ValueError(f"{row} is no measurement of a metric that is known here")
+    for failure in failures:
+        example, method, error = cast("tuple[Any, ...]", failure)
+        if not (_counts(example) and isinstance(method or "", str) and isinstance(error, str)):
+            raise ValueError(f"{failure} is no failure")
+
+
+def _counts(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _check(header: Any, columns: Mapping[str, str]) -> None:
+    """Refuse a file whose header or columns are not those that `save` writes."""
+    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+        raise ValueError(f"its format is not {_FORMAT!r}")
+    if columns != _COLUMNS:
+        raise ValueError(f"its columns are {columns}")
+    recipe = header.get("recipe")
+    if not isinstance(recipe, dict) or not _counts(recipe.get("seed")):
+        raise ValueError("its recipe has no seed")
 
 
 def _interval(

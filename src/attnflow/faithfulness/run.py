@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from importlib.metadata import version
+from inspect import signature
+from operator import index
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ from attnflow.faithfulness.journal import Entry
 from attnflow.faithfulness.metrics import METRICS
 from attnflow.faithfulness.results import Evaluation
 from attnflow.faithfulness.score import IMAGE_BLANKS, TEXT_BLANKS
+from attnflow.files import destination, named, plain
+from attnflow.graph import Settings
 from attnflow.methods import METHODS
 
 # What stands beside the methods in every evaluation.
@@ -72,22 +75,30 @@ def evaluate(
     blank: what removed text becomes ("unk" unless told), or removed patches (unless told "zero", and "blur" for
     insertion); `faithfulness.score` lists them. batch_size: cases in one forward pass.
     shuffled: the model that "randomised-weights" compares with; None for one that forgot all that it learnt.
-    output: a .parquet file to write. Until it is whole, finished examples stand in a file of that name and ".partial",
-    and the same call after a kill goes on behind them. progress: called with the examples done, and in all if known.
+    output: a new .parquet file. Until it is whole, finished examples stand in a file of that name and ".partial", and
+    the same call after a kill goes on behind them. progress: called with the examples done, and in all if known.
 
     An example that fails, or one method on it, is recorded with its error and does not end the run.
 
-    Raises ValueError for a setting that is unknown, for settings or data other than those of the run that is resumed,
-    while another run writes the same output, and if no example could be measured (the file is written all the same);
-    ModuleNotFoundError for a missing package.
+    Raises ValueError for a setting that is unknown, for settings or data other than those of the run that is resumed
+    (also for fewer data), while another run writes the same output, and if no example could be measured (the file is
+    written all the same); FileExistsError, before any work, for an output that is there already; OSError for one that
+    cannot be written; ModuleNotFoundError for a missing package.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1; it is {batch_size}")
+    methods, metrics = check_names(methods, metrics)
+    _check_settings((*methods, *ALWAYS, *_known("gradient baseline", gradient, BASELINES)), settings or {})
+    seed, batch_size = _whole_number("seed", seed, 0), _whole_number("batch_size", batch_size, 1)
+    layer = (
+        layer if isinstance(layer, str) and layer == "all" else _whole_number('layer, where it is not "all",', layer)
+    )
+    if not callable(target) and (not isinstance(target, str) or target not in ("predicted", "label")):
+        target = _whole_number('target, where it is not "predicted", "label" or a function,', target, 0)
+    partial = None if output is None else check_output(Path(output))
     examples = map(opened, data)
     beginning, first = until_first(examples)
     plan = Plan(
         methods=tuple(dict.fromkeys((*methods, *ALWAYS, gradient))),
-        metrics=_fitting(first) if metrics is None else tuple(metrics),
+        metrics=_fitting(first) if metrics is None else metrics,
         target=target,
         query=query,
         layer=layer,
@@ -107,11 +118,11 @@ def evaluate(
         shuffled = randomised(model, seed)
     total = len(data) if isinstance(data, Sized) else None
     entries: list[Entry] = []
-    with nullcontext() if output is None else journal.opened(_partial(Path(output))) as kept:
+    with nullcontext() if partial is None else journal.opened(partial) as kept:
         done = kept.resume(recipe) if kept else {}
         for number, example in enumerate(itertools.chain(beginning, examples)):
             if number in done:
-                entry = _same(done[number], example, output)
+                entry = _same(done[number], example, partial)
             else:
                 entry = measure(model, shuffled, number, example, plan)
                 if kept:
@@ -119,6 +130,11 @@ def evaluate(
             entries.append(entry)
             if progress:
                 progress(number + 1, total)
+        if len(done) > len(entries):
+            raise ValueError(
+                f"{partial} holds {len(done)} finished examples and the data are only {len(entries)}: give all of them "
+                "to go on with it, write to another file, or delete it to begin again"
+            )
         evaluation = _whole(entries, recipe)
         if output is not None:
             evaluation.save(output)
@@ -127,6 +143,56 @@ def evaluate(
     if not evaluation.rows:
         raise ValueError(f"none of the {len(entries)} examples could be measured: {evaluation.failures[0].error}")
     return evaluation
+
+
+def check_names(
+    methods: Sequence[str] | str, metrics: Sequence[str] | str | None
+) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """The names of methods and metrics, of one or of several.
+
+    Raises ValueError for the first that there is not.
+    """
+    known = _known("method", methods, METHODS | BASELINES)
+    if metrics is None:
+        return known, None
+    if not metrics:
+        raise ValueError("there are no metrics; give at least one, or None for all that fit the data")
+    return known, _known("metric", metrics, METRICS)
+
+
+def _known(kind: str, names: Sequence[Any] | str, table: Mapping[str, Any]) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if not isinstance(name, str) or name not in table:
+            raise ValueError(f"{kind} {name!r} is unknown; choose from {', '.join(table)}")
+    return names
+
+
+def _check_settings(methods: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, given in settings.items():
+        if name not in methods:
+            raise ValueError(f"settings are given for {name!r}, which is not among the methods")
+        if name in METHODS:
+            own = [*Settings.__annotations__, "receptive_field"]
+        else:
+            parameters = signature(BASELINES[name].function).parameters.values()
+            own = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+        taken = [one for one in own if one not in ("query", "layer", "target", "progress")]  # which are evaluate's
+        for setting in given:
+            if setting not in taken:
+                raise ValueError(f"{name} takes no {setting!r}; its settings here are {', '.join(taken)}")
+
+
+def _whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """The value of a setting as Python's own number, whatever library it comes from."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        start = "" if least is None else f" from {least} on"
+        raise ValueError(f"{name} must be a whole number{start}; it is {value!r}")
+    return number
 
 
 def until_first(examples: Iterator[Any]) -> tuple[list[Opened], tuple[Any, ...]]:
@@ -153,14 +219,6 @@ def _fitting(example: tuple[Any, ...]) -> tuple[str, ...]:
 def _check(model: torch.nn.Module, first: tuple[Any, ...], plan: Plan) -> None:
     """Refuse, before any work, what would fail on every example."""
     text = isinstance(first[0], str)
-    tables = ("method", plan.methods, METHODS | BASELINES), ("metric", plan.metrics, METRICS)
-    for kind, names, table in (*tables, ("gradient baseline", [plan.gradient], BASELINES)):
-        for name in names:
-            if name not in table:
-                raise ValueError(f"{kind} {name!r} is unknown; choose from {', '.join(table)}")
-    unused = [name for name in plan.settings if name not in plan.methods]
-    if unused:
-        raise ValueError(f"settings are given for {unused[0]!r}, which is not among the methods")
     blanks = TEXT_BLANKS if text else IMAGE_BLANKS
     if plan.blank is not None and plan.blank not in blanks:
         raise ValueError(f"blank {plan.blank!r} is unknown for these data; choose one of {', '.join(blanks)}")
@@ -173,6 +231,9 @@ def _check(model: torch.nn.Module, first: tuple[Any, ...], plan: Plan) -> None:
     if model.training:
         raise ValueError("the model is in training mode, where its output is random: call model.eval() first")
     correct = [name for name in plan.metrics if METRICS[name].needs == "correct"]
+    masked = [name for name in plan.metrics if METRICS[name].needs == "mask"]
+    if masked and len(first) < 3:
+        raise ValueError(f"{masked[0]} needs images with masks: give data as (pixels, label, mask)")
     if correct and callable(plan.target):
         raise ValueError(f"{correct[0]} asks whether the predicted class changes: the target must be a class")
 
@@ -190,7 +251,7 @@ def _recipe(model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
         "model": {"class": type(model).__name__, "sha256": _weights_digest(model)},
         "versions": _versions(model, plan.tokenizer),
     }
-    return json.loads(json.dumps(recipe, default=str))
+    return plain(recipe)
 
 
 def _weights_digest(model: torch.nn.Module) -> str:
@@ -209,19 +270,27 @@ def _versions(*used: object) -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
-def _partial(output: Path) -> Path:
-    """Where the journal of an output lies, which is checked before the work begins."""
+def check_output(output: Path) -> Path:
+    """The journal of an output, `output`.partial, after a check, before any work, that both can be written.
+
+    Raises FileExistsError for an output that is there already, since it may have taken hours to measure.
+    """
     if output.suffix.lower() != ".parquet":
         raise ValueError(f"cannot write {output.name!r}: the suffix must be .parquet")
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {output}: the folder {output.parent} does not exist")
-    return output.with_name(output.name + ".partial")
+    partial = output.with_name(output.name + ".partial")
+    if destination(output).exists():
+        raise FileExistsError(
+            f"{named(output)} is there already, and nothing that was measured is replaced; attnflow.Evaluation.load "
+            "reads it: delete it to measure anew, or write to another file"
+        )
+    destination(partial)
+    return partial
 
 
-def _same(entry: Entry, example: Opened, output: object) -> Entry:
+def _same(entry: Entry, example: Opened, partial: object) -> Entry:
     if entry.digest != digest(example):
         raise ValueError(
-            f"example {entry.example} is not the one that the unfinished run in {output}.partial measured; give the "
+            f"example {entry.example} is not the one that the unfinished run in {partial} measured; give the "
             "same data to go on with it, or delete that file to begin again"
         )
     return entry

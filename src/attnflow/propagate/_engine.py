@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -46,8 +45,6 @@ _FEW_QUERIES, _WORTH_LEAVING_OUT, _SAMPLED_TOKENS = 4, 20_000_000, 8
 _TOUCHED = 0.25
 # Below this many edges x pairs / nodes all is done within milliseconds, and a sample is not worth its time.
 _WORTH_A_SAMPLE = 200_000
-# Loading the compiled kernels takes half a second; what takes longer than this is compiling them.
-_COMPILING_SECONDS = 2.0
 
 
 class Solved(NamedTuple):
@@ -130,12 +127,24 @@ def _thread_count() -> int:
 
 @cache
 def load_kernels() -> ModuleType:
-    """The kernels, compiled; says so through `logging` where that takes long, as at the first call ever."""
-    message = "attnflow is compiling its flow kernels: up to half a minute, the first time only"
-    note = threading.Timer(_COMPILING_SECONDS, logging.getLogger("attnflow").warning, [message])
-    note.daemon = True
-    note.start()
-    try:
+    """The kernels, compiled; says so through `logging` where numba does not find them compiled on the disk."""
+    from numba.core import event
+
+    class Note(event.Listener):
+        """Says so once, when the first of them is begun."""
+
+        said = False
+
+        def on_start(self, event: Any) -> None:
+            if not self.said:
+                message = "attnflow is compiling its flow kernels: up to half a minute, the first time only"
+                logging.getLogger("attnflow").warning(message)
+            self.said = True
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Note()):
         from attnflow.propagate import _maxflow as kernels
 
         one, none, amounts = np.ones((1, 1)), np.empty((0, 1)), np.ones(1)
@@ -149,8 +158,6 @@ def load_kernels() -> ModuleType:
         kernels.solve_pair(0, 0, 1.0, totals, CUT, graph, work)
         kernels.solve_around(1.0, edge, amounts, amounts, amounts, graph, work)
         kernels.widest_routes(place, place, amounts, np.arange(3), 2.0, 0.0, edge, amounts)
-    finally:
-        note.cancel()
     return kernels
 
 

@@ -21,7 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from attnflow.relevance import PICTURES, write_whole
+from attnflow.files import write_whole
+from attnflow.memory import check_memory
+from attnflow.answer import PICTURES
 from attnflow.show.colour import Ramp, Scale, colours
 from attnflow.show.wording import shortened, visible
 
@@ -163,6 +165,10 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     if suffix not in PICTURES:
         raise ValueError(f"cannot write {path.name!r}: the suffix of a picture must be one of {', '.join(PICTURES)}")
     kind = suffix[1:]
+    if kind == "png":
+        width, height = (round(200 * inches) for inches in figure.get_size_inches())
+        # Four bytes a pixel: the canvas, the layer drawn last, and the picture that is compressed.
+        check_memory(12 * width * height, f"a picture of {width:,} x {height:,} pixels", "write it as .svg or .pdf")
 
     def write(file: IO[bytes]) -> None:
         with matplotlib.rc_context(_FILES), warnings.catch_warnings():

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.show.canvas import FOOT_LINE, SMALL, colour_bar, colour_map, foot_lines, hatch, literal, norm, wrapped
 from attnflow.show.colour import PAPER, Scale, ink, is_signed, rgb, text_scale
 from attnflow.show.wording import layers, method_and_query, notes, rows, visible

@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.show.colour import GROUND, PAPER, Scale, ink, is_signed, patch_scale, rgb, scale, text_scale
 from attnflow.show.wording import caption, decimals, notes, number, patches, prefix, rows, shortened, visible
 

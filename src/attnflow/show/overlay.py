@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.show.canvas import blank, colour_bar, colour_map, foot, hatch, head, norm, scores_drawn
 from attnflow.show.colour import GROUND, Scale, is_signed, luminance, oklab, patch_scale, srgb
 from attnflow.show.wording import method_and_query, notes, patches

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.show.canvas import (
     blank,
     colour_bar,

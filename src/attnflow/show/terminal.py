@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.show.colour import GROUND, RGB, Scale, ink, is_signed, patch_scale, rgb, scale, text_scale
 from attnflow.show.wording import LONGEST_LABEL, caption, decimals, notes, number, patches, prefix, rows, visible
 

@@ -7,7 +7,7 @@ import unicodedata
 import numpy as np
 from numpy.typing import NDArray
 
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.show.colour import Scale, is_signed
 
 LONGEST_LABEL = 24
@@ -116,11 +116,19 @@ def caption(relevance: Relevance) -> str:
     if (mixers := unseen_mixers(relevance)) is not None:
         parts.append(f"{mixers} mixes positions unseen")
     if settings.get("residual") is not None:
-        parts.append(f"residual {settings['residual']:g}")
+        kept = settings["residual"]
+        parts.append(f"residual {kept}" if isinstance(kept, str) else f"residual {kept:g}")
     if settings.get("head") is not None:
         parts.append(f"head {settings['head']}")
     if settings.get("head_fusion") is not None:
         parts.append(f"{settings['head_fusion']} over heads" + (" below" if settings.get("head") is not None else ""))
+    for name in ("row_normalised", "discard_ratio", "remove_column_mean"):
+        if settings.get(name):
+            said = name.replace("_", " ")
+            parts.append(said if settings[name] is True else f"{said} {settings[name]:g}")
+    if target := relevance.recipe.get("target"):
+        by = f" by {target['rules']}" if "rules" in target else ""
+        parts.append(f"target {target['target']}{by}")
     if left_out := relevance.recipe.get("left_out"):
         parts.append(f"without {' and '.join(left_out['roles'])} tokens, which hold {left_out['share']:.0%}")
     return visible(", ".join(parts))

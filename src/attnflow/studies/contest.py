@@ -14,7 +14,7 @@ from attnflow.capturing import capture
 from attnflow.faithfulness.results import Evaluation, Row, Summary
 from attnflow.graph import LayerChoice
 from attnflow.methods import METHODS, raw, relevance
-from attnflow.relevance import Relevance
+from attnflow.answer import Relevance
 from attnflow.trace import Grid, Query, Trace
 
 Floats: TypeAlias = NDArray[np.float64]

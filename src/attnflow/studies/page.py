@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from attnflow.capturing.vision import open_image
-from attnflow.relevance import write_whole
+from attnflow.files import write_whole
 from attnflow.show.overlay import blended
 
 SIDE = 320  # pixels, the longer side of a picture

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnflow.faithfulness.results import Summary
-from attnflow.relevance import write_whole
+from attnflow.files import write_whole
 
 LEAGUE = "league.md"
 _FORMAT = "attnflow-study-1"

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from attnflow.relevance import write_whole
+from attnflow.files import write_whole
 from attnflow.studies.verb_data import Sentence, VerbData, lessons
 from attnflow.studies.verb_model import VerbNumberModel
 
