@@ -31,7 +31,7 @@ ALLOWED = {
     "explaining": {"trace", "answer", "capturing", "graph", "methods", "baselines"},
     "faithfulness": {"files", "memory", "trace", "answer", "capturing", "graph", "methods", "baselines"},
     "studies": {"files", "trace", "answer", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
-    "cli": {"files", "memory", "trace", "answer", "capturing", "methods", "show", "faithfulness", "studies"},
+    "cli": {"files", "memory", "trace", "answer", "capturing", "explaining", "methods", "show", "faithfulness", "studies"},
     "__main__": {"cli"},
 }
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnflow.answer import Relevance
     from attnflow.baselines import BASELINES
     from attnflow.capturing import capture, capture_batch
     from attnflow.capturing.arrays import load
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from attnflow.faithfulness.run import evaluate
     from attnflow.methods import METHODS, flow, flow_bounds, raw, relevance, rollout
     from attnflow.propagate.carriers import CARRIERS
-    from attnflow.answer import Relevance
     from attnflow.routes import group_flow, min_cut, paths
     from attnflow.trace import Trace
 

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attnflow.answer import Relevance
 from attnflow.capturing.rules import RULES, Rules
 from attnflow.capturing.target import Chosen, Target
-from attnflow.answer import Relevance
 from attnflow.trace import Trace
 
 # An error of completeness above which a warning says what was not covered.
@@ -277,26 +275,16 @@ def _relevance(
     checks: Mapping[str, Any],
     target: Mapping[str, Any] | None = None,
 ) -> Relevance:
-    """Scores (token,) as one row: of the query that the trace's output is read from, at the top layer."""
-    readout = trace.readout
-    query = readout if isinstance(readout, int) else 0 if readout is None else len(trace.tokens) - 1
-    model = {name: fact for name, fact in trace.model.items() if name != "versions"}
-    versions = {"attnflow": version("attnflow"), "python": platform.python_version(), "numpy": np.__version__}
+    """Scores (token,) as one row, of the target as a whole."""
     return Relevance(
         scores=np.asarray(scores, dtype=np.float64)[None],
         tokens=trace.tokens,
         roles=trace.roles,
-        queries=(query,),
-        query_tokens=(trace.tokens[query],),
+        queries=(0,),
+        query_tokens=("target",),
         layers=(len(trace.layers) - 1,),
         grid=trace.grid,
         words=trace.words,
-        recipe={
-            "method": method,
-            "settings": dict(settings),
-            "model": {**model, "layers": len(trace.layers), "heads": trace.layers[0].shape[0]},
-            "versions": versions | trace.model.get("versions", {}),
-            "checks": dict(checks),
-        }
-        | ({"target": dict(target)} if target else {}),
+        recipe=trace.recipe(method, dict(settings), dict(checks), target=target),
+        rows="target",
     )

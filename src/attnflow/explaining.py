@@ -7,13 +7,13 @@ from typing import Any, Unpack, overload
 
 import torch
 
+from attnflow.answer import Relevance
 from attnflow.baselines import BASELINES
 from attnflow.capturing import CaptureSettings, capture
 from attnflow.capturing.inputs import arguments, module_of
-from attnflow.capturing.target import Target
+from attnflow.capturing.target import Target, has_logits, norm_at
 from attnflow.graph import Settings
 from attnflow.methods import METHODS, relevance
-from attnflow.answer import Relevance
 from attnflow.trace import Trace
 
 Progress = Callable[[int, int], object]
@@ -61,7 +61,8 @@ def explain(
     model, inputs: as `attnflow.capture` takes them, with its settings, such as tokenizer and target.
     method: a name in `METHODS`, or in `BASELINES` of those that need the inputs alone; of several the answer is a
     dictionary. The model runs once for all methods, and once more for each baseline.
-    target: of methods that need gradients; "predicted" unless told otherwise.
+    target: of methods that need gradients. Unless told otherwise it is "predicted" of a model that returns logits, and
+    of others the Euclidean norm of what they return at the read-out; then the model runs once more to see which.
     query: unless told otherwise the position that the output is read from, or all where it is read from several.
     The other settings are those of `attnflow.relevance`, and go to every method.
 
@@ -69,33 +70,52 @@ def explain(
     `attnflow.capture` and `attnflow.relevance` do.
     """
     names = [method] if isinstance(method, str) else list(method)
-    known = [*METHODS, *(name for name, row in BASELINES.items() if row.needs == "inputs")]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"method {name!r} is unknown; choose one of {', '.join(known)}")
-    if not names:
-        raise ValueError("no method was given; choose at least one of " + ", ".join(known))
-    targeted = [name for name in names if name not in METHODS or METHODS[name].needs]
     target: Target | None = settings.pop("target", None)
-    if target is not None and not targeted:
-        raise ValueError(f"target has no part in {', '.join(names)}: they explain a position, whatever is made of it")
-    target = "predicted" if target is None and targeted else target
-    capturing = {name: value for name, value in settings.items() if name in CaptureSettings.__annotations__}
-    carrying: dict[str, Any] = {name: value for name, value in settings.items() if name not in capturing}
-    trace = capture(model, inputs, target=target, **capturing)  # pyright: ignore[reportArgumentType]
-    carrying.setdefault("query", trace.readout if trace.readout is not None else trace.reads)
+    check_methods(names, target)
+    capturing: Any = {name: value for name, value in settings.items() if name in CaptureSettings.__annotations__}
+    carrying: Any = {name: value for name, value in settings.items() if name not in capturing}
     carrying |= {"receptive_field": receptive_field, "progress": progress}
-
-    def answer(name: str) -> Relevance:
-        if name in METHODS:
-            return relevance(trace, name, **carrying)
-        return _baseline(name, trace, model, inputs, target, settings.get("tokenizer"))
-
-    answers = {name: answer(name) for name in names}
+    trace, target = captured(model, inputs, names, target, capturing)
+    carrying.setdefault("query", trace.readout)
+    answers = {name: answer(name, trace, model, inputs, target, settings.get("tokenizer"), carrying) for name in names}
     return answers[method] if isinstance(method, str) else answers
 
 
-def _baseline(name: str, trace: Trace, model: Any, inputs: Any, target: Any, tokenizer: Any) -> Relevance:
+def check_methods(names: Sequence[str], target: Target | None) -> None:
+    """Refuse names that are no methods, none at all, and a target that none of them makes use of."""
+    known = [*METHODS, *(name for name, row in BASELINES.items() if row.needs == "inputs")]
+    if not names:
+        raise ValueError("no method was given; choose at least one of " + ", ".join(known))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"method {name!r} is unknown; choose one of {', '.join(known)}")
+    if target is not None and not any(map(is_targeted, names)):
+        raise ValueError(f"target has no part in {', '.join(names)}: they explain a position, whatever is made of it")
+
+
+def is_targeted(name: str) -> bool:
+    """Whether a method explains a target."""
+    return name not in METHODS or bool(METHODS[name].needs)
+
+
+def captured(
+    model: Any, inputs: Any, names: Sequence[str], target: Target | None, settings: CaptureSettings
+) -> tuple[Trace, Target | None]:
+    """The trace that some methods need, and the target that was chosen for them where none was given."""
+    if not any(map(is_targeted, names)):
+        return capture(model, inputs, **settings), None
+    if target is None:
+        seen = capture(model, inputs, **settings)
+        target = "predicted" if has_logits(seen.output) else norm_at(seen.readout, seen.decoder_start or 0)
+    return capture(model, inputs, **{**settings, "target": target}), target
+
+
+def answer(
+    name: str, trace: Trace, model: Any, inputs: Any, target: Any, tokenizer: Any, settings: Mapping[str, Any]
+) -> Relevance:
+    """The answer of a method, or of a baseline, which runs the model once more."""
+    if name in METHODS:
+        return relevance(trace, name, **settings)
     module, bound = module_of(model)
     args, named = arguments(module, inputs, tokenizer)
     given: torch.Tensor | Mapping[str, Any] = args[0] if args else {**bound, **named}

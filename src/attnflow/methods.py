@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
+from attnflow.answer import Relevance, Rows
 from attnflow.edges import EDGES
 from attnflow.graph import AttentionGraph, Settings, attention_graph
 from attnflow.propagate import flow as _flow
 from attnflow.propagate.carriers import CARRIERS, capacities
-from attnflow.answer import Relevance, Rows
 from attnflow.trace import Trace
 
 
@@ -95,7 +93,7 @@ def relevance(
     does not hold, and for attention on which the method is not defined; MemoryError for more than fits into memory.
 
     >>> lower, upper = [[0.7, 0.3], [0.2, 0.8]], [[0.6, 0.4], [0.5, 0.5]]
-    >>> relevance([lower, upper], edges="attention", carry="product", query=0).scores.round(2).tolist()
+    >>> relevance([lower, upper], edges="attention", carry="product", query=0, residual=0).scores.round(2).tolist()
     [[0.5, 0.5]]
     """
     row = _row(method, edges, carry)
@@ -259,22 +257,8 @@ def relevance_of(method: str, graph: AttentionGraph, scores: Sequence[Any], rows
         layers=graph.explained,
         grid=graph.trace.grid if own else None,
         words=graph.trace.words if own else None,
-        recipe=recipe(method, graph),
+        recipe=graph.trace.recipe(
+            method, graph.settings, edges=graph.edges.formula, target=graph.trace.target if graph.edges.needs else None
+        ),
         rows=kind,
     )
-
-
-def recipe(method: str, graph: AttentionGraph) -> dict[str, Any]:
-    """What is needed to make scores again: method, settings, model and versions; checks are added later."""
-    facts = graph.trace.model
-    model = {name: fact for name, fact in facts.items() if name != "versions"}
-    versions = {"attnflow": version("attnflow"), "python": platform.python_version(), "numpy": np.__version__}
-    layers = graph.trace.layers
-    return {
-        "method": method,
-        "edges": graph.edges.formula,
-        "settings": graph.settings,
-        "model": {**model, "layers": len(layers), "heads": layers[0].shape[0]},
-        "versions": versions | facts.get("versions", {}),
-        "checks": {},
-    } | ({"target": dict(graph.trace.target)} if graph.edges.needs and graph.trace.target else {})

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
+from attnflow.answer import Relevance
 from attnflow.graph import AttentionGraph, GraphSettings, LayerChoice
 from attnflow.methods import flow_graph, relevance_of, whole_graph
 from attnflow.propagate import cuts
 from attnflow.propagate.carriers import capacities
 from attnflow.propagate.flow import FlowResult, flow_of_layers
-from attnflow.answer import Relevance
 from attnflow.trace import Query, Trace, query_positions
 
 

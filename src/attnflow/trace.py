@@ -7,9 +7,11 @@ the top. Arrays are ordered (layer, head, query, key).
 from __future__ import annotations
 
 import math
+import platform
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 
 from attnflow.layers import AttentionWeights, Layer
@@ -95,11 +97,11 @@ class Trace:
         return f"<Trace: {len(self.layers)} layers, {heads} heads, {queries} queries, {keys} keys{place}>"
 
     @property
-    def readout(self) -> int | str | None:
+    def readout(self) -> int | str | tuple[int, ...] | None:
         """The query whose output is explained unless another is asked for.
 
         Where the model wrote tokens itself, the rows that wrote them ("generated"). Else what a pooled output is read
-        from, where that is known: one position, or None for the mean over several (`reads`). Else the first probe of a
+        from, where that is known: one position, or several (`reads`). Else the first probe of a
         model that pools by attention; the last position of a decoder, or where every layer is causal; the first where
         it is a special or prefix token ([CLS]); None where none of these holds.
         """
@@ -108,7 +110,7 @@ class Trace:
         if self.layers[-1].pools:
             return 0
         if self.reads is not None:
-            return self.reads[0] if len(self.reads) == 1 else None
+            return self.reads[0] if len(self.reads) == 1 else self.reads
         if self.decoder_start is not None or all(layer.causal for layer in self.layers):
             return len(self.tokens) - 1
         return 0 if self.roles[0] in ("special", "prefix") else None
@@ -132,6 +134,25 @@ class Trace:
         return {
             group: tuple(position for position, name in enumerate(names) if name == group)
             for group in dict.fromkeys(names)
+        }
+
+    def recipe(
+        self, method: str, settings: Mapping[str, Any], checks: Mapping[str, Any] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """What is needed to make scores of this trace again: method, settings, model, versions, checks.
+
+        more: further entries, but for those that are None.
+        """
+        model = {name: fact for name, fact in self.model.items() if name != "versions"}
+        versions = {package: version(package) for package in ("attnflow", "numpy")}
+        versions |= {"python": platform.python_version(), **self.model.get("versions", {})}
+        return {
+            "method": method,
+            "settings": settings,
+            "model": {**model, "layers": len(self.layers), "heads": self.layers[0].shape[0]},
+            "versions": versions,
+            "checks": {} if checks is None else dict(checks),
+            **{name: fact for name, fact in more.items() if fact is not None},
         }
 
     def sinks(self, share: float = 0.3) -> list[Sink]:

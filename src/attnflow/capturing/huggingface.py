@@ -61,6 +61,29 @@ def load_tokenizer(name: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(name, **options)
 
 
+def trained_task(name: str | None) -> TextTask:
+    """The task that a checkpoint was trained for, as its configuration says; "text" where that names no head."""
+    if name is None:
+        return "text"
+    need_transformers("text models")
+    import transformers
+
+    with checkpoints.opening(name, "a text model", _ADVICE) as options:
+        config = transformers.AutoConfig.from_pretrained(name, **options)
+    trained = (config.architectures or [""])[0]
+    heads: list[tuple[str, TextTask]] = [
+        ("ForSequenceClassification", "text-classification"),
+        ("ForMaskedLM", "fill-mask"),
+        ("ForCausalLM", "text-generation"),
+        ("LMHeadModel", "text-generation"),
+        ("ForConditionalGeneration", "text-generation"),
+    ]
+    for head, task in heads:
+        if trained.endswith(head):
+            return task
+    return "text"
+
+
 def need_transformers(what: str) -> None:
     """Raise ModuleNotFoundError, with what to install, if transformers is missing."""
     try:

@@ -59,7 +59,7 @@ def load_model(name: str | Path | None = None, *, task: str = "text", device: An
 def _device(name: Any) -> str:
     """The device, if torch has it here."""
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError, TypeError) as error:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return str(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -70,9 +70,39 @@ class Chosen:
         return places
 
 
+def has_logits(output: Any) -> bool:
+    """Whether a model's output is or holds logits (batch, class) or (batch, token, vocabulary)."""
+    logits = getattr(output, "logits", output)
+    return isinstance(logits, torch.Tensor) and logits.ndim in (2, 3)
+
+
+def norm_at(query: int | str | Sequence[int] | None, start: int = 0) -> Callable[[Any], torch.Tensor]:
+    """The target of a model that returns no logits: the Euclidean norm of what it returns at the read-out.
+
+    query: of the trace; of several positions, or all, the norm of their mean. start: where the stream that is returned
+    begins among the positions of the trace.
+    """
+
+    def norm(output: Any) -> torch.Tensor:
+        found = output if isinstance(output, Mapping) else vars(output) if hasattr(output, "__dict__") else {}
+        hidden = next((x for x in found.values() if isinstance(x, torch.Tensor) and x.ndim == 3), None)
+        if hidden is None:
+            raise ValueError(
+                f"the model returns neither logits nor hidden states (batch, token, width), but "
+                f"{type(output).__name__}; give a function of its output as the target"
+            )
+        places = [query] if isinstance(query, int) else query
+        if places is not None and not isinstance(places, str):
+            hidden = hidden[:, [place - start for place in places]]
+        return hidden.mean(1).norm(dim=-1)
+
+    norm.__name__ = f"norm of the output at {query}" if isinstance(query, int) else "norm of the mean output"
+    return norm
+
+
 def _logits(output: Any) -> torch.Tensor:
     logits = getattr(output, "logits", output)
-    if isinstance(logits, torch.Tensor) and logits.ndim in (2, 3):
+    if has_logits(output):
         return logits
     raise ValueError(
         f"the model returns no logits but {type(output).__name__}; use a model with a head (such as "

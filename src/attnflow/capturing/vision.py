@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ImageTask: TypeAlias = Literal["image", "image-classification"]
 
+_ADVICE = "give a folder of a Hugging Face or timm model, or a hub name (which needs a connection)"
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # Parameters whose presence says which prefix tokens a model puts before its patches, in this order.
 _PREFIX = (
@@ -126,18 +127,31 @@ def load(name: str = demo.IMAGE, device: str = "cpu", *, classifies: bool = Fals
     Raises ModuleNotFoundError for a missing package, ValueError if no vision model can be loaded from `name`, if it is
     not whole, or if it was not trained to classify.
     """
-    advice = "give a folder of a Hugging Face or timm model, or a hub name (which needs a connection)"
     what = "an image classifier" if classifies else "a vision model"
     if name == demo.IMAGE and not classifies:
         loaded = VisionModel(demo.dinov2().eval(), (224, 224), multiple=14)
     else:
-        with checkpoints.opening(name, what, advice) as options:
+        with checkpoints.opening(name, what, _ADVICE) as options:
             if name == demo.IMAGE:
                 raise ValueError("it was not trained to classify: it has no classes")
             timm = name.startswith("timm/") or _is_timm_folder(Path(name))
             loaded = (_load_timm if timm else _load_huggingface)(name, classifies, options)
     loaded.model.to(device)
     return loaded
+
+
+def is_classifier(name: str) -> bool:
+    """Whether a checkpoint was saved with a head that classifies, as its configuration says."""
+    if name == demo.IMAGE:
+        return False
+    if name.startswith("timm/") or _is_timm_folder(Path(name)):
+        return True  # timm's have one, or `load` says that they have none
+    need_transformers("Hugging Face models")
+    import transformers
+
+    with checkpoints.opening(name, "a vision model", _ADVICE) as options:
+        config = transformers.AutoConfig.from_pretrained(name, **options)
+    return (config.architectures or [""])[0].endswith("ForImageClassification")
 
 
 def _is_timm_folder(folder: Path) -> bool:

@@ -53,8 +53,9 @@ def evaluate(
     masks
         A folder with a mask of the same name for each photograph, black outside: adds the tests of segmentation.
     methods
-        Names with commas between them: methods (raw, rollout, flow), or baselines (gradient-sum, gradient-x-input,
-        occlusion, integrated-gradients). random and gradient-norm are always there.
+        Names with commas between them: methods (`attnflow methods` lists them), or baselines (gradient-sum,
+        gradient-x-input, libra, attnlrp, cp-lrp, occlusion, integrated-gradients). random and gradient-norm are always
+        there.
     metrics
         Names with commas between them; by default all that are for such data. For both: blank-out, gradient, deletion,
         least-first-deletion, deletion-gap. For texts: blank-out-kendall, gradient-kendall, comprehensiveness,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnflow.cli.arguments import Integer, check_model, check_outputs, integer
+from attnflow.cli.arguments import Integer, check_model, check_outputs, integer, names
 from attnflow.cli.arguments import layer as layer_number
 from attnflow.cli.printing import note, print_json, print_relevance, progress, take_messages, working
 from attnflow.files import named
@@ -29,7 +29,14 @@ class Options:
     """What every command that explains something takes."""
 
     method: str = "rollout"
-    """How relevance is computed; `attnflow methods` lists the methods."""
+    """How relevance is computed, one name or several with commas between them: `attnflow methods` lists the methods,
+    and beside them are random, gradient-norm, gradient-sum, gradient-x-input, integrated-gradients, libra, attnlrp and
+    cp-lrp."""
+    target: str | None = None
+    """What methods that need gradients explain: the index of a class or token, or "predicted". By default predicted of
+    a model that gives logits, else the norm of its output."""
+    rules: str | None = None
+    """How gradients are taken: by libra, attnlrp or cp-lrp, rules under which relevance adds up."""
     query: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
     """The output position to explain: a position, a token such as [CLS], or "all" for the mean over all. By default
     what the model wrote ("generated"), else the last token of a causal model, else the first if it is special ([CLS]),
@@ -91,14 +98,18 @@ def text(
         raise ValueError("the text is empty; give one in quotes, or on standard input")
     with working("loading the model", quiet=options.quiet):
         _begin(options, model)
-        from attnflow.capturing import capture, huggingface
+        from attnflow.capturing import huggingface
         from attnflow.capturing.models import load_model
 
-        task = "text" if generate is None else "text-generation"
-        loaded, tokenizer = load_model(check_model(model), task=task, device=device)
+        name = check_model(model)
+        if generate is not None:
+            task = "text-generation"
+        else:
+            task = huggingface.trained_task(name) if _is_targeted(options) else "text"
+        loaded, tokenizer = load_model(name, task=task, device=device)
         _check_written(loaded, huggingface.tokenize(content, loaded, tokenizer), generate)
-        trace = capture(loaded, content, tokenizer=tokenizer, generate=generate)
-    _deliver(trace, options, default_layer="-1" if generate else "all")
+        run = _run(loaded, content, options, tokenizer=tokenizer, generate=generate)
+    _deliver(run, options, default_layer="-1" if generate else "all")
 
 
 def image(
@@ -134,24 +145,27 @@ def image(
     pixels = _size(size)
     with working("loading the model", quiet=options.quiet):
         _begin(options, photo, model)
-        from attnflow.capturing import capture, vision
+        from attnflow.capturing import vision
         from attnflow.capturing.models import load_model
 
         picture = vision.open_image(photo)
         if model is not None and text is not None:
-            trace, picture = _image_and_text(model, picture, text, generate, device)
+            run, picture = _image_and_text(model, picture, text, generate, device, options)
             options = replace(options, query=options.query or (None if generate else "-1"))
         else:
-            loaded = load_model(model, task="image", device=device)
+            classifies = model is not None and _is_targeted(options) and vision.is_classifier(model)
+            loaded = load_model(model, task="image-classification" if classifies else "image", device=device)
             if pixels is not None and loaded.multiple is not None:
                 _check_patches(pixels, loaded.multiple, loaded.model.config)
-            trace = capture(loaded.model, loaded.prepare(picture, pixels))
-    _deliver(trace, options, default_layer="-1", image=picture)
+            run = _run(loaded.model, loaded.prepare(picture, pixels), options)
+    _deliver(run, options, default_layer="-1", image=picture)
 
 
-def _image_and_text(model: str, picture: Image, text: str, generate: int | None, device: str) -> tuple[Trace, Image]:
+def _image_and_text(
+    model: str, picture: Image, text: str, generate: int | None, device: str, options: Options
+) -> tuple[Run, Image]:
     """What the language model of an image-text model attended to, and the photograph as the model saw it."""
-    from attnflow.capturing import capture, structure
+    from attnflow.capturing import structure
     from attnflow.capturing.models import load_model
 
     loaded = load_model(model, task="image-text", device=device)
@@ -162,8 +176,8 @@ def _image_and_text(model: str, picture: Image, text: str, generate: int | None,
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"the model cannot run on what its processor made of text and image: {reason}") from error
-    trace = capture(loaded.model, inputs, tokenizer=loaded.processor.tokenizer, generate=generate, tower=tower)
-    return trace, seen
+    more = {"tokenizer": loaded.processor.tokenizer, "generate": generate, "tower": tower}
+    return _run(loaded.model, inputs, options, **more), seen
 
 
 def _check_image_text(model: str | None, text: str | None, generate: int | None, size: str | None) -> None:
@@ -227,62 +241,111 @@ def array(file: Path, /, *, example: Integer | None = None, options: Options = O
         Which example to take where there is a batch axis.
     """
     with working("reading", quiet=options.quiet):
-        _begin(options, file)
+        _begin(options, file, has_model=False)
         from attnflow.capturing.arrays import load
 
-        trace = load(file, example=example)
-    _deliver(trace, options, default_layer="all")
+        run = Run(load(file, example=example))
+    _deliver(run, options, default_layer="all")
 
 
-def _deliver(trace: Trace, options: Options, *, default_layer: str, image: Image | None = None) -> None:
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A trace, with the model and the input that it came from, where it came from any, and the target chosen."""
+
+    trace: Trace
+    model: Any = None
+    inputs: Any = None
+    target: Any = None
+    tokenizer: Any = None
+
+
+def _run(model: Any, inputs: Any, options: Options, *, tokenizer: Any = None, **settings: Any) -> Run:
+    """Run a model once, and keep what the methods asked for need."""
+    from attnflow.explaining import captured
+
+    settings |= {"tokenizer": tokenizer} | ({} if options.rules is None else {"rules": options.rules})
+    trace, target = captured(model, inputs, _methods(options), _target(options), settings)  # pyright: ignore[reportArgumentType]
+    return Run(trace, model, inputs, target, tokenizer)
+
+
+def _target(options: Options) -> Any:
+    if options.target is None or options.target == "predicted":
+        return options.target
+    return integer("--target", options.target, '"predicted", or the index of a class')
+
+
+def _methods(options: Options) -> list[str]:
+    return names(options.method)
+
+
+def _is_targeted(options: Options) -> bool:
+    """Whether a method that was asked for explains a target, for which a model needs its head."""
+    from attnflow.explaining import is_targeted
+
+    return any(map(is_targeted, _methods(options)))
+
+
+def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | None = None) -> None:
     """Compute, write what was asked for, each file as soon as it is ready, and print."""
-    for line in trace.model.get("notes", ()):
+    for line in run.trace.model.get("notes", ()):
         note(line, quiet=options.quiet)
     layer = options.layer if options.layer is not None else default_layer
-    relevance = _compute(trace, options.method, options, layer)
-    if options.words:
-        relevance = relevance.by_word()
-    if options.drop:
-        relevance = relevance.without(*options.drop)
-    failed = list[Exception]()
-    for path in options.output:
-        try:
-            _write(path, trace, relevance, options, image)
-        except (ValueError, OSError, MemoryError) as error:  # the other files can be written all the same
-            failed.append(error)
-        else:
-            note(f"wrote {named(path)}", quiet=options.quiet)
+    failed: list[Exception] = []
+    answers: dict[str, Relevance] = {}
+    for method in _methods(options):
+        relevance = _compute(run, method, options, layer)
+        if options.words:
+            relevance = relevance.by_word()
+        if options.drop:
+            relevance = relevance.without(*options.drop)
+        answers[method] = relevance
+        for path in _outputs(options, method):
+            try:
+                _write(path, run, relevance, options, image)
+            except (ValueError, OSError, MemoryError) as error:  # the other files can be written all the same
+                failed.append(error)
+            else:
+                note(f"wrote {named(path)}", quiet=options.quiet)
     if options.json:
-        print_json(relevance.as_dict())
+        found = {method: relevance.as_dict() for method, relevance in answers.items()}
+        print_json(found if len(found) > 1 else next(iter(found.values())))
     else:
-        print_relevance(relevance)
-    _say_saturation(relevance, options)
+        for relevance in answers.values():
+            print_relevance(relevance)
+    for relevance in answers.values():
+        _say_saturation(relevance, options)
     if failed:
         raise ExceptionGroup("outputs that could not be written", failed)
 
 
-def _compute(trace: Trace, method: str, options: Options, layer: str) -> Relevance:
-    from attnflow.methods import relevance
+def _outputs(options: Options, *methods: str) -> list[Path]:
+    """The files to write for some methods: of several methods each has its name in its own."""
+    if len(_methods(options)) == 1:
+        return list(options.output)
+    return [path.with_stem(f"{path.stem}-{method}") for path in options.output for method in methods]
 
-    settings: dict[str, Any] = {
-        "query": _query(options.query, trace),
-        "layer": layer_number(layer),
-        "head": options.head,
-        "head_fusion": options.head_fusion,
-        "receptive_field": options.receptive_field,
-    }
-    if options.residual is not None:
-        settings["residual"] = options.residual
-    if options.start_layer is not None:
-        settings["start_layer"] = options.start_layer
+
+def _compute(run: Run, method: str, options: Options, layer: str) -> Relevance:
+    from attnflow.explaining import answer
+    from attnflow.methods import METHODS
+
+    given = {"head": options.head, "residual": options.residual, "start_layer": options.start_layer}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if method not in METHODS:
+        asked = [name for name, value in {"query": options.query, "layer": options.layer, **settings}.items() if value]
+        if asked or options.receptive_field:
+            option = (asked or ["receptive_field"])[0].replace("_", "-")
+            raise ValueError(f"--{option} has no part in {method}, which explains the target as a whole")
+        return answer(method, run.trace, run.model, run.inputs, run.target, run.tokenizer, {})
+    settings |= {"query": _query(options.query, run.trace), "layer": layer_number(layer)}
+    settings |= {"head_fusion": options.head_fusion, "receptive_field": options.receptive_field}
     with progress(method, quiet=options.quiet) as called:
-        settings["progress"] = called
-        return relevance(trace, method, **settings)
+        return answer(method, run.trace, None, None, None, None, {**settings, "progress": called})
 
 
 def _query(query: str | None, trace: Trace) -> Query:
     if query is None:
-        return trace.readout if trace.readout is not None else trace.reads
+        return trace.readout
     if query == "all":
         return None
     positions = trace.layers[-1].shape[1]
@@ -303,22 +366,27 @@ def _size(size: str | None) -> tuple[int, int] | None:
     return pixels
 
 
-def _begin(options: Options, *inputs: str | Path | None) -> None:
+def _begin(options: Options, *inputs: str | Path | None, has_model: bool = True) -> None:
     """Refuse what cannot work before any work is done, and take over what libraries would print."""
     take_messages(quiet=options.quiet)
-    from attnflow.methods import METHODS
     from attnflow.answer import DATA, PICTURES
+    from attnflow.explaining import check_methods, is_targeted
+    from attnflow.methods import METHODS
 
-    check_outputs(options.output, PICTURES + DATA, *inputs)
-    if options.method not in METHODS:
-        raise ValueError(f"method {options.method!r} is unknown; choose one of {', '.join(METHODS)}")
+    methods = _methods(options)
+    check_outputs(_outputs(options, *methods), PICTURES + DATA, *inputs)
+    check_methods(methods, _target(options))
+    if options.rules is not None and not any(name in METHODS and METHODS[name].needs for name in methods):
+        raise ValueError(f"--rules have no part in {', '.join(methods)}: they say how gradients of attention are taken")
+    if not has_model and (wrong := [name for name in methods if is_targeted(name)]):
+        raise ValueError(f"{wrong[0]} needs a model to take gradients of, and an array of attention holds none")
     if options.layer is not None:
         layer_number(options.layer)
     if options.picture == "graph" and options.start_layer is not None:
         raise ValueError("--picture graph draws every layer from the input on; leave --start-layer out")
 
 
-def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, image: Image | None) -> None:
+def _write(path: Path, run: Run, relevance: Relevance, options: Options, image: Image | None) -> None:
     from attnflow.answer import PICTURES
 
     if path.suffix.lower() not in PICTURES:
@@ -331,10 +399,10 @@ def _write(path: Path, trace: Trace, relevance: Relevance, options: Options, ima
     if options.picture == "map":
         plots.save_figure(plots.picture(relevance, image), path)
         return
-    if any(queries != keys for _, queries, keys in (layer.shape for layer in trace.layers)):
+    if any(queries != keys for _, queries, keys in (layer.shape for layer in run.trace.layers)):
         raise ValueError("--picture graph needs layers of as many queries as keys")
     whole = replace(options, query="all", head=None)
-    panels = {method: _compute(trace, method, whole, "all") for method in ("raw", "rollout", "flow")}
+    panels = {method: _compute(run, method, whole, "all") for method in ("raw", "rollout", "flow")}
     if options.words:
         panels = {method: panel.by_word() for method, panel in panels.items()}
     highlighted = relevance.queries[0] if len(relevance.queries) == 1 else None

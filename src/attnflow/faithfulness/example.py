@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from attnflow import baselines
+from attnflow.answer import Relevance
 from attnflow.baselines import BASELINES
 from attnflow.capturing import capture, huggingface
 from attnflow.faithfulness.journal import Entry
@@ -21,7 +22,6 @@ from attnflow.faithfulness.results import Failure, Row
 from attnflow.faithfulness.score import Score, image_score, remembered, text_score
 from attnflow.methods import METHODS
 from attnflow.methods import relevance as explained
-from attnflow.answer import Relevance
 from attnflow.trace import Trace
 
 Given: TypeAlias = tuple[Any, ...] | Callable[[], tuple[Any, ...]]
@@ -73,8 +73,7 @@ class Example:
         """The scores of a method or a baseline, of the plan's query and layers."""
         settings = self.plan.settings.get(method, {})
         if method in METHODS:
-            read = self.trace.readout if self.trace.readout is not None else self.trace.reads
-            query = read if self.plan.query == "readout" else self.plan.query
+            query = self.trace.readout if self.plan.query == "readout" else self.plan.query
             return explained(self.trace, method, query=query, layer=self.plan.layer, **settings)
         function = BASELINES[method].function
         if BASELINES[method].needs == "changes":

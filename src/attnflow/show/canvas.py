@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from attnflow.answer import PICTURES
 from attnflow.files import write_whole
 from attnflow.memory import check_memory
-from attnflow.answer import PICTURES
 from attnflow.show.colour import Ramp, Scale, colours
 from attnflow.show.wording import shortened, visible
 

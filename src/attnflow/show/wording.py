@@ -70,6 +70,8 @@ def unseen_mixers(relevance: Relevance) -> str | None:
 
 def query(relevance: Relevance) -> str:
     """Which query the scores explain, by its label and position."""
+    if relevance.rows == "target":
+        return "of the target"
     if written(relevance):
         many = len(relevance.queries)
         mean = "" if many == 1 or len(relevance.layers) == 1 else "mean over "

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attnflow.answer import Relevance
 from attnflow.baselines import BASELINES, Inputs
 from attnflow.capturing import capture
 from attnflow.faithfulness.results import Evaluation, Row, Summary
 from attnflow.graph import LayerChoice
 from attnflow.methods import METHODS, raw, relevance
-from attnflow.answer import Relevance
 from attnflow.trace import Grid, Query, Trace
 
 Floats: TypeAlias = NDArray[np.float64]

@@ -283,7 +283,7 @@ _SCHEMA: dict[str, Any] = {
     "recipe": {
         "method": _or_none(_string),
         "scaling": _or_none(_string),
-        "settings": {"residual": _or_none(lambda value: _number(value) or _string(value))},
+        "settings": {"residual": _or_none(lambda value: _number(value) or value in ("add", "measured"))},
         "model": {"proofs": {"mixers": _or_none(_string)}},
         "left_out": _or_none(_left_out),
     },
