@@ -458,7 +458,7 @@ def test_every_metric_and_baseline_stands_in_the_help(run):
     shown = " ".join(out.replace("│", " ").split())
     for name in (*attnflow.METRICS, *attnflow.BASELINES):
         assert re.search(rf"[ (]{name}[ ,.:;)]", shown), name
-    assert "`attnflow methods` lists them" in shown
+    assert "attnflow methods lists them" in shown
 
 
 def test_studies_name_the_extra_that_is_missing(run, monkeypatch, tmp_path, data):

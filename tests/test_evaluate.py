@@ -185,7 +185,7 @@ def test_one_word_has_no_order(bert, words):
 def test_a_model_that_forgot_all_is_another(bert, words):
     before = [parameter.clone() for parameter in bert.parameters()]
     evaluation = evaluate(bert, TEXTS, tokenizer=words, methods=["raw"], metrics=["randomised-weights"])
-    assert values(evaluation, "random", "randomised-weights") == pytest.approx([1] * 4)
+    assert max(values(evaluation, "random", "randomised-weights")) < 0.999  # drawn anew
     assert max(values(evaluation, "raw", "randomised-weights", 1)) < 0.999
     assert all(torch.equal(old, new) for old, new in zip(before, bert.parameters(), strict=True))
 

@@ -34,12 +34,16 @@ def only(token):
 @pytest.mark.parametrize("rank", ["spearman", "kendall"])
 def test_blank_out_correlation_of_true_contributions_is_one(rank):
     assert metrics.blank_out_correlation(CONTRIBUTIONS, additive, rank) == pytest.approx(1)
-    assert metrics.blank_out_correlation(-CONTRIBUTIONS, additive, rank) == pytest.approx(-1)
+    assert metrics.blank_out_correlation(1 - CONTRIBUTIONS, additive, rank) == pytest.approx(-1)
 
 
-def test_blank_out_correlation_takes_the_size_of_the_change():
+def test_sizes_are_compared_with_sizes_and_signs_with_signs():
     signed = np.array([0.3, -0.2, 0.1])
     assert metrics.blank_out_correlation(np.abs(signed), lambda keep: keep @ signed) == pytest.approx(1)
+    assert metrics.blank_out_correlation(signed, lambda keep: keep @ signed) == pytest.approx(1)
+    assert metrics.signed_blank_out_correlation(signed, lambda keep: keep @ signed) == pytest.approx(1)
+    assert metrics.signed_blank_out_correlation(-signed, lambda keep: keep @ signed) == pytest.approx(-1)
+    assert metrics.gradient_correlation(signed, -signed) == pytest.approx(1)
     np.testing.assert_allclose(metrics.blank_out(lambda keep: keep @ signed, 3), signed)
 
 
@@ -187,7 +191,7 @@ def test_direction_prefers_the_truth_to_its_opposite(name):
         assert value(name, CONTRIBUTIONS) == pytest.approx(1)
         assert value(name, -CONTRIBUTIONS) == pytest.approx(1)
         return
-    better, worse = value(name, CONTRIBUTIONS), value(name, -CONTRIBUTIONS)
+    better, worse = value(name, CONTRIBUTIONS), value(name, CONTRIBUTIONS.max() - CONTRIBUTIONS)
     assert better > worse if METRICS[name].direction == "up" else better < worse
 
 

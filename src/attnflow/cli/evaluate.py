@@ -57,8 +57,8 @@ def evaluate(
         gradient-x-input, libra, attnlrp, cp-lrp, occlusion, integrated-gradients). random and gradient-norm are always
         there.
     metrics
-        Names with commas between them; by default all that are for such data. For both: blank-out, gradient, deletion,
-        least-first-deletion, deletion-gap. For texts: blank-out-kendall, gradient-kendall, comprehensiveness,
+        Names with commas between them; by default all that are for such data. For both: blank-out, signed-blank-out,
+        gradient, deletion, least-first-deletion, deletion-gap. For texts: blank-out-kendall, gradient-kendall, comprehensiveness,
         sufficiency, aopc, log-odds. For photographs: insertion, positive-perturbation, negative-perturbation; with
         masks pixel-accuracy, mean-iou, average-precision, pixel-auc, pointing-game. On request only:
         randomised-weights.

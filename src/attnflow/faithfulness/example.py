@@ -68,6 +68,7 @@ class Example:
     positions: tuple[int, ...]
     scores: Mapping[str | None, ScoreFunction]
     mask: NDArray[np.bool_] | None
+    randomised: bool = False
 
     def relevance(self, method: str) -> Relevance:
         """The scores of a method or a baseline, of the plan's query and layers."""
@@ -79,7 +80,7 @@ class Example:
         if BASELINES[method].needs == "changes":
             return function(self.trace, blank_out(self.scores[None], len(self.positions)), self.positions)
         if method == "random":
-            settings = {"seed": self.plan.seed, **settings}
+            settings = {"seed": self.plan.seed + (1 if self.randomised else 0), **settings}  # drawn anew
         return function(self.trace, self.model, self.inputs, target=self.target, **settings)
 
     def value(self, metric: str, scores: NDArray[np.float64], others: Mapping[str, NDArray[np.float64]]) -> float:
@@ -118,6 +119,7 @@ def measure(model: torch.nn.Module, shuffled: torch.nn.Module | None, number: in
     try:
         example = prepare(model, data, plan)
         forgetful = prepare(shuffled, data, replace(plan, target=example.target)) if shuffled else None
+        forgetful = forgetful and replace(forgetful, randomised=True)
         reference = example.relevance(plan.gradient).row
     except ImportError:
         raise

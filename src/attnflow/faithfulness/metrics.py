@@ -51,12 +51,28 @@ def blank_out(score: ScoreFunction, count: int) -> Floats:
 
 
 def blank_out_correlation(relevance: Floats, score: ScoreFunction, rank: Rank = "spearman") -> float:
-    """The rank correlation of relevance with the size of the change when a token is blanked out, in [-1, 1].
+    """The rank correlation of the size of relevance with that of the change when a token is blanked out, in [-1, 1].
 
-    Abnar & Zuidema 2020, whose code ranks ties densely; here they have their average rank.
+    Abnar & Zuidema 2020, whose code ranks ties densely; here they have their average rank. Sizes are compared with
+    sizes, so that a score against the target counts as much as one for it.
     """
     _check(relevance)
-    return correlation(relevance, np.abs(blank_out(score, len(relevance))), rank)
+    return correlation(np.abs(relevance), np.abs(blank_out(score, len(relevance))), rank)
+
+
+def signed_blank_out_correlation(relevance: Floats, score: ScoreFunction) -> float:
+    """The rank correlation of relevance with the change when a token is blanked out, signs and all, in [-1, 1].
+
+    A token speaks for the target where the score falls without it. Relevance that has no sign can rank such tokens
+    first, but not those that speak against the target last.
+    """
+    _check(relevance)
+    return correlation(relevance, blank_out(score, len(relevance)))
+
+
+def gradient_correlation(relevance: Floats, gradient: Floats, rank: Rank = "spearman") -> float:
+    """The rank correlation of the size of relevance with that of a gradient, in [-1, 1] (Abnar & Zuidema 2020)."""
+    return correlation(np.abs(relevance), np.abs(gradient), rank)
 
 
 def sameness(relevance: Floats, randomised: Floats) -> float:
@@ -170,9 +186,12 @@ METRICS: dict[str, Metric] = {
         ("text",),
         "Abnar & Zuidema 2020, Kendall's tau-b",
     ),
-    "gradient": Metric(correlation, "up", "gradient", ("text", "image"), "Abnar & Zuidema 2020"),
+    "signed-blank-out": Metric(
+        signed_blank_out_correlation, "up", "score", ("text", "image"), "blank-out, signs and all"
+    ),
+    "gradient": Metric(gradient_correlation, "up", "gradient", ("text", "image"), "Abnar & Zuidema 2020"),
     "gradient-kendall": Metric(
-        partial(correlation, rank="kendall"),
+        partial(gradient_correlation, rank="kendall"),
         "up",
         "gradient",
         ("text",),
