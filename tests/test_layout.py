@@ -27,7 +27,7 @@ ALLOWED = {
     "methods": {"trace", "relevance", "edges", "graph", "propagate"},
     "routes": {"trace", "relevance", "graph", "methods", "propagate"},
     "baselines": {"trace", "relevance", "capturing"},
-    "explaining": {"trace", "relevance", "capturing", "graph", "methods", "baselines"},
+    "explaining": {"trace", "relevance", "capturing", "graph", "methods", "propagate", "baselines"},
     "faithfulness": {"trace", "relevance", "capturing", "methods", "baselines"},
     "studies": {"trace", "relevance", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
     "cli": {"trace", "relevance", "capturing", "methods", "show", "faithfulness", "studies"},

@@ -13,6 +13,7 @@ from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.target import Target
 from attnflow.graph import Settings
 from attnflow.methods import METHODS, relevance
+from attnflow.propagate.carriers import CARRIERS
 from attnflow.relevance import Relevance
 from attnflow.trace import Trace
 
@@ -62,7 +63,8 @@ def explain(
     method: a name in `METHODS`, or in `BASELINES` of those that need the inputs alone; of several the answer is a
     dictionary. The model runs once for all methods, and once more for each baseline.
     target: of methods that need gradients; "predicted" unless told otherwise.
-    query: unless told otherwise the position that the output is read from, or all where it is read from several.
+    query: unless told otherwise the position that the output is read from, or all where it is read from several; all
+    for methods that explain the target as a whole.
     The other settings are those of `attnflow.relevance`, and go to every method.
 
     Raises ValueError, before the model runs, for unknown methods, and for a target that no method makes use of; else as
@@ -83,12 +85,13 @@ def explain(
     capturing = {name: value for name, value in settings.items() if name in CaptureSettings.__annotations__}
     carrying: dict[str, Any] = {name: value for name, value in settings.items() if name not in capturing}
     trace = capture(model, inputs, target=target, **capturing)  # pyright: ignore[reportArgumentType]
-    carrying.setdefault("query", trace.readout if trace.readout is not None else trace.reads)
+    readout = trace.readout if trace.readout is not None else trace.reads
     carrying |= {"receptive_field": receptive_field, "progress": progress}
 
     def answer(name: str) -> Relevance:
         if name in METHODS:
-            return relevance(trace, name, **carrying)
+            default: dict[str, Any] = {"query": None if CARRIERS[METHODS[name].carry].rows == "target" else readout}
+            return relevance(trace, name, **default | carrying)
         return _baseline(name, trace, model, inputs, target, settings.get("tokenizer"))
 
     answers = {name: answer(name) for name in names}
