@@ -7,10 +7,11 @@ Attention is the mean over heads with residual 0.5: of the packaged MiniLM on do
 where twelve layers are the six of one text under the six of another; of the packaged DINOv2-small on a photograph
 that comes with matplotlib; and of a TinyStories Llama on a story of its own (the folder of ATTNFLOW_DATA, skipped where
 absent). Other edges are attention times its gradient at 0 or more, of the size of the first token's output, and
-attention without the mean of each column. The peers solve single pairs, spread over the tokens, in the same run. scipy is called
-in the plain way: the graph of the pair, as a CSR array of integers, holds only the edges that the pair can use and is
-built before the clock starts, the best case for it; "whole graph" is the graph of all layers, whose edges serve every
-pair. Capacities are rounded to multiples of 2^-30 for scipy, and its values differ from ours by what that loses.
+attention without the mean of each column. The peers solve single pairs, spread over the tokens, in the same run.
+scipy is called in the plain way: the graph of the pair, as a CSR array of integers, holds only the edges that the pair
+can use and is built before the clock starts, the best case for it; "whole graph" is the graph of all layers, whose
+edges serve every pair. Capacities are rounded to multiples of 2^-30 for scipy, and its values differ from ours by what
+that loses.
 """
 
 import argparse

@@ -120,13 +120,18 @@ def maximum_flow(graph: Graph, progress: Progress | None) -> Carried:
 def sum_over_layers(graph: Graph, progress: Progress | None) -> Carried:
     """The sum over layers of what all queries send to each token: of the explained layer the chosen queries alone.
 
-    A key between two layers is counted for the token at its position, so that every layer must have as many.
+    Positions that a layer does not concern send nothing in it. A key between two layers is counted for the token at its
+    position, so that every layer must have as many.
     """
     scores = list[Any]()
     for number in graph.explained:
-        total = graph.top(number).sum(0)
+        top = graph.top(number)
+        top[list(graph.left_out(number))] = 0
+        total = top.sum(0)
         for layer in graph.below(number):
-            for _, rows in layer.tiles():
+            left_out = set(layer.left_out)
+            for queries, rows in layer.tiles():
+                rows[[row for row, query in enumerate(queries) if query in left_out]] = 0
                 if rows.shape[1] != len(total):
                     raise ValueError(
                         f"a sum over layers needs as many positions in each; there are {len(total)} and {rows.shape[1]}"
@@ -159,9 +164,14 @@ def update_rules(graph: Graph, progress: Progress | None) -> Carried:
 def barrier_flow(graph: Graph, progress: Progress | None) -> Carried:
     """The flow into each token of one maximum flow from all queries to all tokens, made unique by a log barrier.
 
-    The value lies below the maximum by no more than gap_bound, a share of it, and by `gap` as it was found.
+    Queries that the explained layer does not concern are no part of the source, unless all are such. The value lies
+    below the maximum by no more than gap_bound, a share of it, and by `gap` as it was found.
     """
     tops, below = capacities(graph, sources=len(graph.queries))
+    for top, number in zip(tops, graph.explained, strict=True):
+        left_out = graph.left_out(number)
+        if len(left_out) < len(top):
+            top[list(left_out)] = 0
     first = len(below) - graph.explained[-1]
     found = [_barrier_flow(top, below[: number + first]) for top, number in zip(tops, graph.explained, strict=True)]
     return Carried([one.received[None] for one in found], [one.checks() for one in found])
