@@ -64,6 +64,12 @@ def test_imports_run_one_way(path):
     assert ours(path) <= ALLOWED[own] | {own}
 
 
+def test_kernels_use_no_other_file_of_ours():
+    """numba's cache on disk compiles a kernel again when its own file changes, and when no other does."""
+    path = PACKAGE / "propagate" / "_maxflow.py"
+    assert not ours(path)
+
+
 def loaded_after(statement: str) -> set[str]:
     """The top-level packages in sys.modules after a statement in a fresh interpreter."""
     code = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
