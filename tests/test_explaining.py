@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from attnflow import BASELINES, METHODS, Relevance, capture, explain
 from attnflow.methods import relevance
@@ -53,7 +54,16 @@ def test_baselines_of_text_and_of_images(bert, name):
     pixels = images()[:1]
     found = explain(small_vit(), pixels, name, target=2)
     assert found.grid == (4, 4)
-    np.testing.assert_allclose(explain(small_vit(), {"pixel_values": pixels}, name, target=2).scores, found.scores)
+    if name != "random":  # whose numbers are drawn from the input with its name
+        np.testing.assert_allclose(explain(small_vit(), {"pixel_values": pixels}, name, target=2).scores, found.scores)
+        bare = explain(model, ids.input_ids, name, target=1)
+        np.testing.assert_allclose(bare.scores, explain(model, TEXT, name, tokenizer=words, target=1).scores, rtol=1e-5)
+
+
+def test_a_gradient_to_several_signals_is_refused(bert):
+    inputs = {"inputs_embeds": torch.randn(1, 5, 16), "attention_mask": torch.ones(1, 5)}
+    with pytest.raises(ValueError, match="the inputs are inputs_embeds, attention_mask: give the one example"):
+        explain(bert[0], inputs, "gradient-norm")
 
 
 def test_the_target_is_the_predicted_class_unless_told_otherwise(bert):

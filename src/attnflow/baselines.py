@@ -159,23 +159,37 @@ def _gradient(
 def _entrance(model: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     """Where the input first is numbers that can be varied: these, with a batch axis, and the model as their function.
 
-    Pixels enter as they are. A text enters as what the model's embedding of tokens returns; the rest of the inputs is
-    repeated for as many cases as are given.
+    A signal, such as pixels, enters as it is: a tensor, or the only one among the inputs that holds no integers. Token
+    ids enter as what the model's embedding returns. The rest of the inputs is repeated for as many cases as are given.
     """
-    if isinstance(inputs, torch.Tensor):
-        return inputs.detach().clone(), model
-    ids = inputs["input_ids"]
+    named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
+    ids = "input_ids" if "input_ids" in named else "" if "" in named and not named[""].is_floating_point() else None
+
+    def call(tensors: Mapping[str, torch.Tensor]) -> Any:
+        return model(tensors[""]) if "" in tensors else model(**tensors)
+
+    def repeated(count: int) -> dict[str, torch.Tensor]:
+        return {name: tensor.expand(count, *tensor.shape[1:]) for name, tensor in named.items()}
+
+    if ids is None:
+        signals = [name for name, tensor in named.items() if tensor.is_floating_point()]
+        if len(signals) != 1:
+            raise ValueError(
+                "a gradient is taken to one input, token ids or a signal such as pixels; the inputs are "
+                f"{', '.join(named)}: give the one example that was captured, as one of these"
+            )
+        (signal,) = signals
+        return named[signal].detach().clone(), lambda values: call({**repeated(len(values)), signal: values})
     embedding = _embedding(model)
     with torch.no_grad():
-        values = embedding(ids).detach().clone()
+        values = embedding(named[ids]).detach().clone()
 
     def run(values: torch.Tensor) -> Any:
-        batch = {name: tensor.expand(len(values), *tensor.shape[1:]) for name, tensor in inputs.items()}
         hook = embedding.register_forward_hook(
             lambda module, args, output: values if output.shape == values.shape else output
         )
         try:
-            return model(**batch)
+            return call(repeated(len(values)))
         finally:
             hook.remove()
 
