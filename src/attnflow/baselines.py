@@ -23,6 +23,7 @@ from attnflow.relevance import Relevance
 from attnflow.trace import Trace
 
 Inputs: TypeAlias = Mapping[str, Any] | torch.Tensor
+PathFrom: TypeAlias = int | Literal["zeros", "blur"]
 
 
 def random(
@@ -65,20 +66,29 @@ def gradient_x_input(
 
 
 def integrated_gradients(
-    trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted", steps: int = 50
+    trace: Trace,
+    model: torch.nn.Module,
+    inputs: Inputs,
+    *,
+    target: Target = "predicted",
+    steps: int = 50,
+    path_from: PathFrom = "zeros",
 ) -> Relevance:
-    """Integrated gradients (Sundararajan et al. 2017) from an embedding or image of zeros, by Captum; signed.
+    """Integrated gradients (Sundararajan et al. 2017) along the straight path to the input, by Captum; signed.
 
-    The scores add up to the change of the target from the zeros to the input, but for an error that is the
-    `convergence_delta` of the recipe's checks.
+    path_from: where the path begins. "zeros" is an embedding or image of zeros; "blur" the image itself, blurred by a
+    Gaussian as wide as a patch is high; a number the id of a token, such as the tokenizer's unk_token_id or
+    mask_token_id, in the place of all that are not special. The scores add up to the change of the target from there to
+    the input, but for an error that is the `convergence_delta` of the recipe's checks.
 
-    Raises ModuleNotFoundError without Captum.
+    Raises ModuleNotFoundError without Captum, ValueError for a beginning that the input cannot have.
     """
     try:
         from captum.attr import IntegratedGradients
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("integrated gradients need Captum: pip install 'attnflow[captum]'") from error
     values, run = _entrance(model, inputs)
+    start = _beginning(path_from, values, trace, model, inputs)
     chosen = Chosen(target)
     with torch.no_grad():
         chosen(run(values))
@@ -89,10 +99,10 @@ def integrated_gradients(
         return Chosen(fixed)(run(path))
 
     attribution, delta = IntegratedGradients(forward).attribute(
-        values, n_steps=steps, internal_batch_size=16, return_convergence_delta=True
+        values, start, n_steps=steps, internal_batch_size=16, return_convergence_delta=True
     )
     scores = _per_token(trace, attribution).sum(-1)
-    settings = {"target": chosen.facts(0)["target"], "steps": steps, "path_from": "zeros"}
+    settings = {"target": chosen.facts(0)["target"], "steps": steps, "path_from": path_from}
     return _relevance("integrated-gradients", scores, trace, settings, {"convergence_delta": float(delta.sum())})
 
 
@@ -124,6 +134,17 @@ BASELINES: dict[str, Baseline] = {
     "integrated-gradients": Baseline(integrated_gradients, "inputs", "Sundararajan et al. 2017"),
     "occlusion": Baseline(occlusion, "changes", "Zeiler & Fergus 2014; Li et al. 2016"),
 }
+
+
+def blurred(pixels: torch.Tensor, sigma: int) -> torch.Tensor:
+    """A Gaussian blur cut off at three deviations, the border repeated outward."""
+    radius = 3 * sigma
+    offsets = torch.arange(-radius, radius + 1, device=pixels.device, dtype=pixels.dtype)
+    kernel = torch.exp(-0.5 * (offsets / sigma) ** 2)
+    kernel = kernel / kernel.sum()
+    padded = torch.nn.functional.pad(pixels, (radius,) * 4, mode="replicate").flatten(0, 1)[:, None]
+    blurred = torch.conv2d(torch.conv2d(padded, kernel.view(1, 1, -1, 1)), kernel.view(1, 1, 1, -1))
+    return blurred.view_as(pixels)
 
 
 def digest(inputs: Inputs) -> bytes:
@@ -194,6 +215,29 @@ def _entrance(model: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, Cal
             hook.remove()
 
     return values, run
+
+
+def _beginning(
+    path_from: PathFrom, values: torch.Tensor, trace: Trace, model: torch.nn.Module, inputs: Inputs
+) -> torch.Tensor:
+    """What the path of integrated gradients begins at, of the shape of `values`."""
+    if path_from == "zeros":
+        return torch.zeros_like(values)
+    if path_from == "blur" and values.ndim == 4 and trace.grid is not None:
+        return blurred(values, values.shape[2] // trace.grid[-2])
+    ids: Any = inputs if isinstance(inputs, torch.Tensor) else inputs.get("input_ids")
+    if not isinstance(path_from, int) or values.ndim != 3 or ids is None:
+        raise ValueError(
+            f"path_from={path_from!r} is no beginning for an input of shape {tuple(values.shape)}: give 'zeros', 'blur' "
+            "for an image, the id of a token such as tokenizer.unk_token_id for a text"
+        )
+    embedding = _embedding(model)
+    words = getattr(embedding, "num_embeddings", path_from + 1)
+    if not 0 <= path_from < words:
+        raise ValueError(f"path_from={path_from} is no token: the model knows those from 0 to {words - 1}")
+    ordinary = torch.tensor([role != "special" for role in trace.roles], device=ids.device)
+    with torch.no_grad():
+        return embedding(ids.masked_fill(ordinary, path_from))
 
 
 def _embedding(model: Any) -> torch.nn.Module:
