@@ -6,10 +6,12 @@ python benchmarks/flow.py --plot        how the time grows, as docs/pictures/flo
 Attention is the mean over heads with residual 0.5: of the packaged MiniLM on docstrings of the Python standard library,
 where twelve layers are the six of one text under the six of another; of the packaged DINOv2-small on a photograph
 that comes with matplotlib; and of a TinyStories Llama on a story of its own (the folder of ATTNFLOW_DATA, skipped where
-absent). The peers solve single pairs, spread over the tokens, in the same run. scipy is called in the plain way: the
-graph of the pair, as a CSR array of integers, holds only the edges that the pair can use and is built before the clock
-starts, the best case for it; "whole graph" is the graph of all layers, whose edges serve every pair. Capacities are
-rounded to multiples of 2^-30 for scipy, and its values differ from ours by what that loses.
+absent). Other edges are attention times its gradient at 0 or more, of the size of the first token's output, and
+attention without the mean of each column. The peers solve single pairs, spread over the tokens, in the same run.
+scipy is called in the plain way: the graph of the pair, as a CSR array of integers, holds only the edges that the pair
+can use and is built before the clock starts, the best case for it; "whole graph" is the graph of all layers, whose
+edges serve every pair. Capacities are rounded to multiples of 2^-30 for scipy, and its values differ from ours by what
+that loses.
 """
 
 import argparse
@@ -27,6 +29,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import igraph
 import matplotlib
@@ -41,12 +44,14 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 import attnflow
-from attnflow.capturing import vision
+from attnflow.capturing import huggingface, vision
 from attnflow.graph import attention_graph
+from attnflow.propagate.carriers import capacities
 from attnflow.propagate.flow import flow, flow_bounds
 
 matplotlib.use("Agg")
 SCALE = 2**30
+GRADIENT = "gradient-x-attention"
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "flow-growth.png"
 TEXTS = (decimal.Context, statistics, argparse, subprocess)
 # A peer's curve ends once a pair takes this long.
@@ -103,12 +108,39 @@ def sharp(tokens: int, depth: int) -> list[np.ndarray]:
 
 def dinov2(side: int, depth: int) -> list[np.ndarray]:
     """The lowest layers of DINOv2-small on a photograph of side x side patches: side^2 + 1 tokens."""
+    return stack(photograph(side, side), "attention", layer=depth - 1)
+
+
+def photograph(rows: int, columns: int) -> attnflow.Trace:
+    """The trace of DINOv2-small on a photograph of so many patches, with the gradient of the size of [CLS]."""
     loaded = vision.load()
-    photograph = vision.open_image(Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg")
-    trace = attnflow.capture(loaded.model, loaded.prepare(photograph, (14 * side, 14 * side)))
-    graph = attention_graph(trace, layer=depth - 1)
-    layers = [*(one.matrix() for one in graph.below(depth - 1)), graph.top(depth - 1)]
-    return [layer.numpy() for layer in layers]
+    image = vision.open_image(Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg")
+    inputs = loaded.prepare(image, (14 * rows, 14 * columns))
+    return attnflow.capture(loaded.model, inputs, target=first_token)
+
+
+def docstring(tokens: int) -> attnflow.Trace:
+    """The trace of MiniLM on the first text, with the gradient of the size of [CLS]."""
+    model, tokenizer = huggingface.load()
+    inputs = tokenizer(docstrings(TEXTS[0]), truncation=True, max_length=tokens, return_tensors="pt")
+    return attnflow.capture(model, inputs, target=first_token)
+
+
+def first_token(output: Any) -> torch.Tensor:
+    """The Euclidean norm of what the model makes of the first token."""
+    return output.last_hidden_state[:, 0].norm(dim=-1)
+
+
+def stack(trace: attnflow.Trace, edges: str, **settings: Any) -> list[np.ndarray]:
+    """The layers (query, key) of an attention graph, the one nearest the input first."""
+    graph = attention_graph(trace, edges, **settings)
+    (top,), below = capacities(graph)
+    return [*below, top]
+
+
+def half_and_half(layers: list[np.ndarray]) -> list[np.ndarray]:
+    """Edges without a residual, each layer scaled to a largest edge of 0.5, with half of the identity."""
+    return [0.5 * layer / layer.max() + 0.5 * np.eye(len(layer)) for layer in layers]
 
 
 def stories(tokens: int) -> list[np.ndarray] | None:
@@ -411,6 +443,7 @@ def measure(quick: bool) -> list[dict]:
         row("sharp random heads, all pairs, n = 64, L = 6", sharp(64, 6), None, {"scipy": 20, "igraph": 5}, 3),
         row("one query, DINOv2-small, n = 257, L = 4", dinov2(16, 4), [0], {"scipy": 20, "igraph": 3}, 5),
     ]
+    rows += family(few)
     story = stories(256)
     if story:
         rows.append(row("last token, TinyStories, causal, n = 256, L = 5", story, [-1], {"scipy": 20, "igraph": 3}, 5))
@@ -419,6 +452,28 @@ def measure(quick: bool) -> list[dict]:
         rows.append(row("all pairs, n = 512, L = 12", real[512], None, {"scipy": 3}, 1))
         rows.append(bounds_row("both bounds, one query, causal, n = 4,096, L = 4", causal(4096, 4), [-1], True))
     return rows
+
+
+def family(few: dict[str, int]) -> list[dict]:
+    """The rows of edges that are not plain attention."""
+    texts, image = {tokens: docstring(tokens) for tokens in (128, 512)}, photograph(15, 18)
+    moved = {tokens: stack(trace, GRADIENT) for tokens, trace in texts.items()}
+    half = half_and_half(stack(texts[512], GRADIENT, residual=0))
+    last = stack(image, "attention", remove_column_mean=True, start_layer=9)
+    return [
+        row("I + (A dA)+, one query, n = 512, L = 6", moved[512], [0], few, 5),
+        row("I + (A dA)+, all pairs, n = 128, L = 6", moved[128], None, {"scipy": 8}, 3),
+        row("(A dA)+ and I, half and half, one query, n = 512, L = 6", half, [0], few, 5),
+        row("I + (A dA)+, DINOv2-small, one query, n = 271, L = 12", stack(image, GRADIENT), [0], {"scipy": 8}, 5),
+        row("column mean out, DINOv2-small, one query, n = 271, L = 3", last, [0], {"scipy": 8}, 5),
+        row(
+            "column mean out, DINOv2-small, one query, n = 271, L = 12",
+            stack(image, "attention", remove_column_mean=True),
+            [0],
+            {"scipy": 8},
+            5,
+        ),
+    ]
 
 
 if __name__ == "__main__":

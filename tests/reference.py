@@ -9,6 +9,7 @@ import igraph
 import networkx as nx
 import numpy as np
 from networkx.algorithms.flow import edmonds_karp
+from scipy.optimize import Bounds, minimize
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
@@ -120,3 +121,117 @@ def carries(top, below, query, token, without):
             if layers[number][i, key] > 0 and (number, i, key) not in without
         }
     return token in here
+
+
+def gradient_x_attention(weights, gradients):
+    """The mean over heads of what each weight (head, query, key) times its gradient is, where above 0."""
+    heads, queries, keys = weights.shape
+    mean = np.zeros((queries, keys))
+    for head, query, key in np.ndindex(weights.shape):
+        mean[query, key] += max(0.0, weights[head, query, key] * gradients[head, query, key]) / heads
+    return mean
+
+
+def rows_normalised(matrix):
+    """Each row divided by its own sum; rows of zeros stay zeros."""
+    result = np.zeros_like(matrix)
+    for query, row in enumerate(matrix):
+        if row.sum() > 0:
+            result[query] = row / row.sum()
+    return result
+
+
+def gradient_rollout(weights, gradients):
+    """The product of I + (A dA)+, each with its rows divided by their sums (vit-explain, with its faults mended)."""
+    total = None
+    for layer, gradient in zip(weights, gradients, strict=True):
+        edges = rows_normalised(gradient_x_attention(layer, gradient) + np.eye(layer.shape[1]))
+        total = edges if total is None else edges @ total
+    return total
+
+
+def legrad(gradients):
+    """The mean over heads of gradients above 0, added up over queries and layers (Bousselham et al. 2025)."""
+    scores = np.zeros(gradients[0].shape[2])
+    for layer in gradients:
+        for head in layer:
+            scores += np.where(head > 0, head, 0).sum(0) / len(layer)
+    return scores
+
+
+def gmar(weights, gradients):
+    """The product of 0.5 I + 0.5 sum of heads, each weighted by its share of the gradient's norms (Jo et al. 2025)."""
+    total = np.eye(weights[0].shape[1])
+    for layer, gradient in zip(weights, gradients, strict=True):
+        norms = [np.sqrt((head**2).sum()) for head in gradient]
+        mean = sum(norm / sum(norms) * head for norm, head in zip(norms, layer, strict=True))
+        total = (0.5 * np.eye(len(total)) + 0.5 * mean) @ total
+    return total
+
+
+def without_weakest(edges, ratio, spared):
+    """The edges with this share of all set to 0, the weakest first, but for those to the keys `spared`."""
+    result = edges.copy()
+    weakest = sorted((edges[i, j], i, j) for i, j in np.ndindex(edges.shape) if j not in spared)
+    for _, i, j in weakest[: int(ratio * edges.size)]:
+        result[i, j] = 0
+    return result
+
+
+def without_column_mean(edges):
+    """Each edge less the mean of what all queries send to its key, at 0 or more, and rows divided by their sums."""
+    result = np.zeros_like(edges)
+    for i, j in np.ndindex(edges.shape):
+        result[i, j] = max(0.0, edges[i, j] - sum(edges[:, j]) / len(edges))
+    return rows_normalised(result)
+
+
+def update_rules(layers, sizes):
+    """Equations 5 to 11 of Chefer et al. (ICCV 2021), stream by stream.
+
+    layers: for each the calls that run at once, (stream of the queries, stream of the keys, weights, gradients). sizes:
+    the positions of each stream. Returned: R[s, t] for every two streams.
+    """
+    r = {(s, t): np.eye(sizes[s]) if s == t else np.zeros((sizes[s], sizes[t])) for s in sizes for t in sizes}
+    for calls in layers:
+        more = []
+        for s, q, weights, gradients in calls:
+            mean = gradient_x_attention(weights, gradients)  # equation 5
+            if s == q:
+                more += [((s, t), mean @ r[s, t]) for t in sizes]  # equations 6 and 7
+            else:
+                own, other = (rows_normalised(r[x, x] - np.eye(sizes[x])) + np.eye(sizes[x]) for x in (s, q))  # 8 and 9
+                more.append(((s, q), own.T @ mean @ other))  # equation 10
+                more.append(((s, s), mean @ r[q, s]))  # equation 11
+        for block, added in more:
+            r[block] = r[block] + added
+    return r
+
+
+def barrier_flow(layers, mu):
+    """The flow of the largest value + mu * sum of log f + log(u - f) between all queries and all tokens.
+
+    By a general solver of SciPy, edge by edge; only for tiny graphs. layers (query, key), the lowest first.
+    """
+    edges = [(m, i, j) for m, layer in enumerate(layers) for i, j in np.argwhere(layer > 0).tolist()]
+    capacity = np.array([layers[m][i, j] for m, i, j in edges])
+    top = np.array([m == len(layers) - 1 for m, _, _ in edges])
+    nodes = [(m, i) for m in range(1, len(layers)) for i in range(layers[m].shape[1])]
+    lost = np.array([[(n, i) == (m, j) for m, _, j in edges] for n, i in nodes], dtype=float) - np.array(
+        [[(n, i) == (m + 1, k) for m, k, _ in edges] for n, i in nodes], dtype=float
+    )
+    lost = lost.reshape(len(nodes), len(edges))
+    found = minimize(
+        lambda flow: -(flow[top].sum() + mu * (np.log(flow) + np.log(capacity - flow)).sum()),
+        capacity / 2,
+        jac=lambda flow: -(top + mu / flow - mu / (capacity - flow)),
+        bounds=Bounds(1e-6 * capacity, (1 - 1e-6) * capacity),
+        constraints={"type": "eq", "fun": lambda flow: lost @ flow, "jac": lambda flow: lost} if nodes else (),
+        method="SLSQP",
+        options={"ftol": 1e-15, "maxiter": 2000},
+    )
+    assert found.success, found.message
+    result = [np.zeros(layer.shape) for layer in layers]
+    for (m, i, j), amount in zip(edges, found.x, strict=True):
+        result[m][i, j] = amount
+    return result

@@ -9,6 +9,7 @@ import torch
 from attnflow import Relevance, Trace, capture
 from attnflow.baselines import (
     BASELINES,
+    blurred,
     gradient_norm,
     gradient_sum,
     gradient_x_input,
@@ -101,6 +102,47 @@ def test_integrated_gradients_add_up(small):
     delta = relevance.recipe["checks"]["convergence_delta"]
     assert relevance.row.sum() == pytest.approx(float(change) + delta, abs=1e-4)
     assert abs(delta) < 0.1 * abs(float(change))
+
+
+@pytest.mark.parametrize("beginning", ["unk_token_id", "mask_token_id"])
+def test_integrated_gradients_from_a_token(small, beginning):
+    trace, model, inputs = small
+    token = getattr(tokenizer(), beginning)
+    relevance = integrated_gradients(*small, steps=300, path_from=token)
+    target = relevance.recipe["settings"]["target"]
+    special = [place for place, role in enumerate(trace.roles) if role == "special"]
+    blank = torch.full_like(inputs["input_ids"], token)
+    blank[:, special] = inputs["input_ids"][:, special]
+    with torch.no_grad():
+        change = model(**inputs).logits[0, target] - model(**{**inputs, "input_ids": blank}).logits[0, target]
+    delta = relevance.recipe["checks"]["convergence_delta"]
+    assert relevance.row.sum() == pytest.approx(float(change) + delta, abs=1e-4)
+    assert abs(delta) < 0.1 * abs(float(change))
+    assert relevance.row[special] == pytest.approx(0)
+    assert relevance.recipe["settings"]["path_from"] == token
+
+
+def test_integrated_gradients_from_a_blur():
+    model, pixels = small_vit(), torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    trace = capture(model, pixels)
+    found = integrated_gradients(trace, model, pixels, target=1, path_from="blur", steps=300)
+    with torch.no_grad():
+        change = model(pixels).logits[0, 1] - model(blurred(pixels, 8)).logits[0, 1]
+    assert found.row.sum() == pytest.approx(float(change), abs=0.1 * abs(float(change)))
+
+
+@pytest.mark.parametrize(
+    ("path_from", "message"),
+    [
+        ("blur", "path_from='blur' is no beginning for an input of shape"),
+        ("unk", "path_from='unk' is no beginning"),
+        (-1, "path_from=-1 is no token: the model knows those from 0 to 30521"),
+        (30522, "path_from=30522 is no token"),
+    ],
+)
+def test_a_beginning_that_a_text_cannot_have_is_refused(small, path_from, message):
+    with pytest.raises(ValueError, match=message):
+        integrated_gradients(*small, path_from=path_from)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -31,7 +31,18 @@ ALLOWED = {
     "explaining": {"trace", "answer", "capturing", "graph", "methods", "baselines"},
     "faithfulness": {"files", "memory", "trace", "answer", "capturing", "graph", "methods", "baselines"},
     "studies": {"files", "trace", "answer", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
-    "cli": {"files", "memory", "trace", "answer", "capturing", "explaining", "methods", "show", "faithfulness", "studies"},
+    "cli": {
+        "files",
+        "memory",
+        "trace",
+        "answer",
+        "capturing",
+        "explaining",
+        "methods",
+        "show",
+        "faithfulness",
+        "studies",
+    },
     "__main__": {"cli"},
 }
 
@@ -64,6 +75,12 @@ def test_imports_run_one_way(path):
     own = relative.parts[0].removesuffix(".py")
     assert own in ALLOWED, f"{relative} is a new part: give it a place in ALLOWED and in docs/design.md"
     assert ours(path) <= ALLOWED[own] | {own}
+
+
+def test_kernels_use_no_other_file_of_ours():
+    """numba's cache on disk compiles a kernel again when its own file changes, and when no other does."""
+    path = PACKAGE / "propagate" / "_maxflow.py"
+    assert not ours(path)
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -29,6 +29,7 @@ from attnflow.trace import Trace
 INCOMPLETE = 1e-3
 
 Inputs: TypeAlias = Mapping[str, Any] | torch.Tensor
+PathFrom: TypeAlias = int | Literal["zeros", "blur"]
 
 
 def random(
@@ -85,20 +86,29 @@ def gradient_x_input(
 
 
 def integrated_gradients(
-    trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted", steps: int = 50
+    trace: Trace,
+    model: torch.nn.Module,
+    inputs: Inputs,
+    *,
+    target: Target = "predicted",
+    steps: int = 50,
+    path_from: PathFrom = "zeros",
 ) -> Relevance:
-    """Integrated gradients (Sundararajan et al. 2017) from an embedding or image of zeros, by Captum; signed.
+    """Integrated gradients (Sundararajan et al. 2017) along the straight path to the input, by Captum; signed.
 
-    The scores add up to the change of the target from the zeros to the input, but for an error that is the
-    `convergence_delta` of the recipe's checks.
+    path_from: where the path begins. "zeros" is an embedding or image of zeros; "blur" the image itself, blurred by a
+    Gaussian as wide as a patch is high; a number the id of a token, such as the tokenizer's unk_token_id or
+    mask_token_id, in the place of all that are not special. The scores add up to the change of the target from there to
+    the input, but for an error that is the `convergence_delta` of the recipe's checks.
 
-    Raises ModuleNotFoundError without Captum.
+    Raises ModuleNotFoundError without Captum, ValueError for a beginning that the input cannot have.
     """
     try:
         from captum.attr import IntegratedGradients
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("integrated gradients need Captum: pip install 'attnflow[captum]'") from error
     values, run = _entrance(model, inputs)
+    start = _beginning(path_from, values, trace, model, inputs)
     chosen = Chosen(target)
     with torch.no_grad():
         chosen(run(values))
@@ -109,10 +119,10 @@ def integrated_gradients(
         return Chosen(fixed)(run(path))
 
     attribution, delta = IntegratedGradients(forward).attribute(
-        values, n_steps=steps, internal_batch_size=16, return_convergence_delta=True
+        values, start, n_steps=steps, internal_batch_size=16, return_convergence_delta=True
     )
     scores = _per_token(trace, attribution).sum(-1)
-    settings = {"target": chosen.facts(0)["target"], "steps": steps, "path_from": "zeros"}
+    settings = {"target": chosen.facts(0)["target"], "steps": steps, "path_from": path_from}
     return _relevance("integrated-gradients", scores, trace, settings, {"convergence_delta": float(delta.sum())})
 
 
@@ -145,6 +155,17 @@ BASELINES: dict[str, Baseline] = {
     "integrated-gradients": Baseline(integrated_gradients, "inputs", "Sundararajan et al. 2017"),
     "occlusion": Baseline(occlusion, "changes", "Zeiler & Fergus 2014; Li et al. 2016"),
 }
+
+
+def blurred(pixels: torch.Tensor, sigma: int) -> torch.Tensor:
+    """A Gaussian blur cut off at three deviations, the border repeated outward."""
+    radius = 3 * sigma
+    offsets = torch.arange(-radius, radius + 1, device=pixels.device, dtype=pixels.dtype)
+    kernel = torch.exp(-0.5 * (offsets / sigma) ** 2)
+    kernel = kernel / kernel.sum()
+    padded = torch.nn.functional.pad(pixels, (radius,) * 4, mode="replicate").flatten(0, 1)[:, None]
+    blurred = torch.conv2d(torch.conv2d(padded, kernel.view(1, 1, -1, 1)), kernel.view(1, 1, 1, -1))
+    return blurred.view_as(pixels)
 
 
 def digest(inputs: Inputs) -> bytes:
@@ -210,15 +231,30 @@ def _completeness(
 def _entrance(model: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     """Where the input first is numbers that can be varied: these, with a batch axis, and the model as their function.
 
-    Pixels enter as they are. A text enters as what the model's embedding of tokens returns; the rest of the inputs is
-    repeated for as many cases as are given.
+    A signal, such as pixels, enters as it is: a tensor, or the only one among the inputs that holds no integers. Token
+    ids enter as what the model's embedding returns. The rest of the inputs is repeated for as many cases as are given.
     """
-    if isinstance(inputs, torch.Tensor):
-        return inputs.detach().clone(), model
-    ids = inputs["input_ids"]
+    named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
+    ids = "input_ids" if "input_ids" in named else "" if "" in named and not named[""].is_floating_point() else None
+
+    def call(tensors: Mapping[str, torch.Tensor]) -> Any:
+        return model(tensors[""]) if "" in tensors else model(**tensors)
+
+    def repeated(count: int) -> dict[str, torch.Tensor]:
+        return {name: tensor.expand(count, *tensor.shape[1:]) for name, tensor in named.items()}
+
+    if ids is None:
+        signals = [name for name, tensor in named.items() if tensor.is_floating_point()]
+        if len(signals) != 1:
+            raise ValueError(
+                "a gradient is taken to one input, token ids or a signal such as pixels; the inputs are "
+                f"{', '.join(named)}: give the one example that was captured, as one of these"
+            )
+        (signal,) = signals
+        return named[signal].detach().clone(), lambda values: call({**repeated(len(values)), signal: values})
     embedding = _embedding(model)
     with torch.no_grad():
-        values = embedding(ids).detach().clone()
+        values = embedding(named[ids]).detach().clone()
 
     # A model may look its tokens up through another module that shares the table.
     weight = getattr(embedding, "weight", None)
@@ -226,18 +262,40 @@ def _entrance(model: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, Cal
     lookups = [one for one in lookups if isinstance(one, torch.nn.Embedding) or one is embedding]
 
     def run(values: torch.Tensor) -> Any:
-        batch = {name: tensor.expand(len(values), *tensor.shape[1:]) for name, tensor in inputs.items()}
         hooks = [
             one.register_forward_hook(lambda module, args, output: values if output.shape == values.shape else output)
             for one in lookups
         ]
         try:
-            return model(**batch)
+            return call(repeated(len(values)))
         finally:
             for hook in hooks:
                 hook.remove()
 
     return values, run
+
+
+def _beginning(
+    path_from: PathFrom, values: torch.Tensor, trace: Trace, model: torch.nn.Module, inputs: Inputs
+) -> torch.Tensor:
+    """What the path of integrated gradients begins at, of the shape of `values`."""
+    if path_from == "zeros":
+        return torch.zeros_like(values)
+    if path_from == "blur" and values.ndim == 4 and trace.grid is not None:
+        return blurred(values, values.shape[2] // trace.grid[-2])
+    ids: Any = inputs if isinstance(inputs, torch.Tensor) else inputs.get("input_ids")
+    if not isinstance(path_from, int) or values.ndim != 3 or ids is None:
+        raise ValueError(
+            f"path_from={path_from!r} is no beginning for an input of shape {tuple(values.shape)}: give 'zeros', 'blur' "
+            "for an image, the id of a token such as tokenizer.unk_token_id for a text"
+        )
+    embedding = _embedding(model)
+    words = getattr(embedding, "num_embeddings", path_from + 1)
+    if not 0 <= path_from < words:
+        raise ValueError(f"path_from={path_from} is no token: the model knows those from 0 to {words - 1}")
+    ordinary = torch.tensor([role != "special" for role in trace.roles], device=ids.device)
+    with torch.no_grad():
+        return embedding(ids.masked_fill(ordinary, path_from))
 
 
 def _embedding(model: Any) -> torch.nn.Module:

@@ -57,8 +57,8 @@ def uniform(call: AttentionLike, queries: list[int]) -> torch.Tensor:
 
 
 def gradient(call: AttentionLike, queries: list[int]) -> torch.Tensor:
-    """The gradient of the target with respect to the weights, at 0 or more."""
-    return _gradient(call, queries).clamp_min(0)
+    """The gradient of the target with respect to the weights, at 0 or more; none to keys that a query may not see."""
+    return _gradient(call, queries).clamp_min(0) * call.visible(queries)
 
 
 def gradient_x_attention(call: AttentionLike, queries: list[int]) -> torch.Tensor:

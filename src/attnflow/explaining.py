@@ -13,7 +13,7 @@ from attnflow.capturing import CaptureSettings, capture
 from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.target import Target, has_logits, norm_at
 from attnflow.graph import Settings
-from attnflow.methods import METHODS, relevance
+from attnflow.methods import METHODS, read_out, relevance
 from attnflow.trace import Trace
 
 Progress = Callable[[int, int], object]
@@ -63,7 +63,8 @@ def explain(
     dictionary. The model runs once for all methods, and once more for each baseline.
     target: of methods that need gradients. Unless told otherwise it is "predicted" of a model that returns logits, and
     of others the Euclidean norm of what they return at the read-out; then the model runs once more to see which.
-    query: unless told otherwise the position that the output is read from, or all where it is read from several.
+    query: unless told otherwise the position that the output is read from, or all where it is read from several; all
+    for methods that explain the target as a whole.
     The other settings are those of `attnflow.relevance`, and go to every method.
 
     Raises ValueError, before the model runs, for unknown methods, and for a target that no method makes use of; else as
@@ -76,7 +77,6 @@ def explain(
     carrying: Any = {name: value for name, value in settings.items() if name not in capturing}
     carrying |= {"receptive_field": receptive_field, "progress": progress}
     trace, target = captured(model, inputs, names, target, capturing)
-    carrying.setdefault("query", trace.readout)
     answers = {name: answer(name, trace, model, inputs, target, settings.get("tokenizer"), carrying) for name in names}
     return answers[method] if isinstance(method, str) else answers
 
@@ -115,7 +115,7 @@ def answer(
 ) -> Relevance:
     """The answer of a method, or of a baseline, which runs the model once more."""
     if name in METHODS:
-        return relevance(trace, name, **settings)
+        return relevance(trace, name, **{"query": read_out(name, trace), **settings})
     module, bound = module_of(model)
     args, named = arguments(module, inputs, tokenizer)
     given: torch.Tensor | Mapping[str, Any] = args[0] if args else {**bound, **named}

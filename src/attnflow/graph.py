@@ -76,9 +76,13 @@ class AttentionGraph:
     roles: tuple[Role, ...]
     settings: dict[str, Any]
 
+    def layer(self, number: int) -> Transition:
+        """An explained layer with all its queries: of one head, if one was asked for."""
+        return self._transition(number, self.mixing)
+
     def top(self, number: int) -> torch.Tensor:
-        """The edges (query, key) of the queries in an explained layer: of one head, if one was asked for."""
-        return self._transition(number, self.mixing).matrix(self.queries)
+        """The edges (query, key) of the queries in an explained layer."""
+        return self.layer(number).matrix(self.queries)
 
     def below(self, number: int) -> list[Transition]:
         """The transitions of the layers under an explained layer, the lowest first."""

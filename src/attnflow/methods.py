@@ -13,7 +13,7 @@ from attnflow.edges import EDGES
 from attnflow.graph import AttentionGraph, Settings, attention_graph
 from attnflow.propagate import flow as _flow
 from attnflow.propagate.carriers import CARRIERS, capacities
-from attnflow.trace import Trace
+from attnflow.trace import Query, Trace
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,10 @@ METHODS: dict[str, Method] = {
     "gradient-rollout": Method(
         "gradient-x-attention", "product", "Gildenblat 2020 (vit-explain)", {"row_normalised": True}
     ),
+    "chefer": Method("gradient-x-attention", "update-rules", "Chefer et al. 2021 (ICCV)"),
+    "generalized-attention-flow": Method(
+        "gradient-x-attention", "barrier-flow", "Azarkhalili & Libbrecht 2025", {"residual": 0.0}
+    ),
     "legrad": Method("gradient", "sum", "Bousselham et al. 2025", {"residual": 0.0}),
     "gmar": Method("gradient-weighted-heads", "product", "Jo et al. 2025"),
 }
@@ -108,7 +112,17 @@ def relevance(
         if "start_layer" in settings:
             raise ValueError(f"{method or row.carry} takes in one layer alone, so that start_layer has no part in it")
         settings["start_layer"] = None
-    graph = attention_graph(attention, row.edges, **{**row.settings, **settings})  # pyright: ignore[reportArgumentType]
+    given: dict[str, Any] = {**row.settings, **settings}
+    if settings.get("residual") is None:
+        given["residual"] = row.settings.get("residual")
+    if carrier.adds:
+        if given.get("residual") not in (None, "add") or given.get("row_normalised"):
+            raise ValueError(
+                f"{method or row.carry} adds to what a position has: leave residual and row_normalised out, or use "
+                'carry="product"'
+            )
+        given["residual"] = "add"
+    graph = attention_graph(attention, row.edges, **given)  # pyright: ignore[reportArgumentType]
     graph.check_room(whole_layers=carrier.whole)
     name = method if edges is None and carry is None and method else f"{row.edges} by {row.carry}"
     carried = carrier.carry(graph, progress)
@@ -119,6 +133,11 @@ def relevance(
     if not any(carried.checks):
         return found
     return found.with_checks({"layers": carried.checks} if graph.settings["layer"] == "all" else carried.checks[0])
+
+
+def read_out(method: str, trace: Trace) -> Query:
+    """The query whose output a method explains unless another is asked for: all of them where a row is of the target."""
+    return None if CARRIERS[METHODS[method].carry].rows == "target" else trace.readout
 
 
 def raw(attention: Trace | Any, *, receptive_field: bool = False, **settings: Unpack[Settings]) -> Relevance:

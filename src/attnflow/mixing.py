@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from attnflow.edges import Edges, Residual
-from attnflow.layers import AttentionWeights, Layer
+from attnflow.layers import AttentionWeights, Layer, PlacedLayer
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +84,13 @@ class Transition:
     def left_out(self) -> tuple[int, ...]:
         """The positions that the layer does not concern."""
         return self.layer.left_out
+
+    @property
+    def crossings(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """The positions of the queries and of the keys of each call whose queries are none of its keys."""
+        parts = self.layer.parts if isinstance(self.layer, PlacedLayer) else ()
+        ends = dict.fromkeys((part.queries, part.keys) for part in parts)
+        return tuple((queries, keys) for queries, keys in ends if set(queries).isdisjoint(keys))
 
     def matrix(self, queries: Sequence[int] | None = None) -> torch.Tensor:
         """The edges (query, key) of all queries, or of those at the given positions."""

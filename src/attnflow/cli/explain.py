@@ -337,15 +337,15 @@ def _compute(run: Run, method: str, options: Options, layer: str) -> Relevance:
             option = (asked or ["receptive_field"])[0].replace("_", "-")
             raise ValueError(f"--{option} has no part in {method}, which explains the target as a whole")
         return answer(method, run.trace, run.model, run.inputs, run.target, run.tokenizer, {})
-    settings |= {"query": _query(options.query, run.trace), "layer": layer_number(layer)}
+    if options.query is not None:
+        settings["query"] = _query(options.query, run.trace)
+    settings |= {"layer": layer_number(layer)}
     settings |= {"head_fusion": options.head_fusion, "receptive_field": options.receptive_field}
     with progress(method, quiet=options.quiet) as called:
         return answer(method, run.trace, None, None, None, None, {**settings, "progress": called})
 
 
-def _query(query: str | None, trace: Trace) -> Query:
-    if query is None:
-        return trace.readout
+def _query(query: str, trace: Trace) -> Query:
     if query == "all":
         return None
     positions = trace.layers[-1].shape[1]

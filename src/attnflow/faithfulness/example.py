@@ -20,7 +20,7 @@ from attnflow.faithfulness.journal import Entry
 from attnflow.faithfulness.metrics import METRICS, ScoreFunction, blank_out
 from attnflow.faithfulness.results import Failure, Row
 from attnflow.faithfulness.score import Score, image_score, remembered, text_score
-from attnflow.methods import METHODS
+from attnflow.methods import METHODS, read_out
 from attnflow.methods import relevance as explained
 from attnflow.trace import Trace
 
@@ -74,7 +74,7 @@ class Example:
         """The scores of a method or a baseline, of the plan's query and layers."""
         settings = self.plan.settings.get(method, {})
         if method in METHODS:
-            query = self.trace.readout if self.plan.query == "readout" else self.plan.query
+            query = read_out(method, self.trace) if self.plan.query == "readout" else self.plan.query
             return explained(self.trace, method, query=query, layer=self.plan.layer, **settings)
         function = BASELINES[method].function
         if BASELINES[method].needs == "changes":

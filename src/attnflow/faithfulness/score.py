@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attnflow.baselines import blurred
+
 Keep: TypeAlias = NDArray[np.bool_]
 Reading: TypeAlias = Literal["probability", "logit", "correct"]
 TextBlank: TypeAlias = Literal["unk", "mask", "pad", "delete"]
@@ -236,15 +238,4 @@ def _canvas(blank: str, pixels: torch.Tensor, sigma: int) -> torch.Tensor:
         raise ValueError(f"blank {blank!r} is unknown for images; choose one of {', '.join(IMAGE_BLANKS)}")
     if blank == "zero":
         return torch.zeros_like(pixels)
-    return pixels.mean((2, 3), keepdim=True) if blank == "mean" else _blurred(pixels, sigma)
-
-
-def _blurred(pixels: torch.Tensor, sigma: int) -> torch.Tensor:
-    """A Gaussian blur cut off at three deviations, the border repeated outward."""
-    radius = 3 * sigma
-    offsets = torch.arange(-radius, radius + 1, device=pixels.device, dtype=pixels.dtype)
-    kernel = torch.exp(-0.5 * (offsets / sigma) ** 2)
-    kernel = kernel / kernel.sum()
-    padded = torch.nn.functional.pad(pixels, (radius,) * 4, mode="replicate").flatten(0, 1)[:, None]
-    blurred = torch.conv2d(torch.conv2d(padded, kernel.view(1, 1, -1, 1)), kernel.view(1, 1, 1, -1))
-    return blurred.view_as(pixels)
+    return pixels.mean((2, 3), keepdim=True) if blank == "mean" else blurred(pixels, sigma)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from queue import SimpleQueue
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Progress: TypeAlias = Callable[[int, int], object]
 Result = TypeVar("Result")
 
-# How far to go with a pair: its upper bound; a flow in bulk; the maximum flow; a search to the end, for its cut.
-BOUND, FILL, EXACT, CUT = range(4)
+# How far to go with a pair: the names of constants of `_maxflow`, which this file loads only where there is work.
+Effort: TypeAlias = Literal["BOUND", "FILL", "EXACT"]
 
 # The least and the most that a thread solves before it looks up, in nodes of the pairs' graphs: about 1 ms, to be worth
 # a thread, and 30 ms, so that Ctrl-C is heard and progress seen.
@@ -55,26 +55,28 @@ class Solved(NamedTuple):
     known: NDArray[np.uint8]
 
 
-def solve(tops: Sequence[Array], below: Sequence[Array], effort: int, progress: Progress | None) -> list[Solved]:
+def solve(tops: Sequence[Array], below: Sequence[Array], effort: Effort, progress: Progress | None) -> list[Solved]:
     """Solve all pairs of several stacks that share their lowest layers.
 
     tops: for each stack the rows (query, node) of its explained layer, or None to leave it out; number k lies over the
     lowest k + 1 of the layers `below`, of which the first holds the tokens wanted as columns (node, token).
-    effort: of `_maxflow`. What is shared is computed once: the edges, and what each node can send to each token.
+    effort: a name in `_maxflow`. What is shared is computed once: the edges, and what each node can send to each token.
     """
-    load_kernels()
+    kernels = load_kernels()
     count, tokens = _thread_count(), below[0].shape[1]
-    refuse_too_much([top.shape[0] for top in tops], below, count if effort else 0)
+    refuse_too_much([top.shape[0] for top in tops], below, count if effort != "BOUND" else 0)
     stop = np.zeros(1, np.uint8)
     done, total, results = 0, sum(top.shape[0] for top in tops) * tokens, list[Solved]()
     with _threads(count, stop) as pool:
         stack = _stack(below, max(top.shape[1] for top in tops))
-        if effort != EXACT or len(tops) > 1 or not _ends_bind(tops[0], stack, pool):
+        if effort != "EXACT" or len(tops) > 1 or not _ends_bind(tops[0], stack, pool):
             stack = _with_lower(stack, pool)
         for top, depth in zip(tops, range(len(below) - len(tops) + 1, len(below) + 1), strict=True):
             pairs = top.shape[0] * tokens
             solved = Solved(np.empty(pairs), np.empty(pairs), np.empty(pairs, np.uint8))
-            for more in _solve_pairs(top, _lowest(depth - 1, stack), effort, solved, count, pool, stop):
+            for more in _solve_pairs(
+                top, _lowest(depth - 1, stack), getattr(kernels, effort), solved, count, pool, stop
+            ):
                 done += more
                 if progress is not None:
                     progress(done, total)
@@ -153,9 +155,11 @@ def load_kernels() -> ModuleType:
         work, totals, place, edge = kernels.new_work(1, 1), np.empty(2), np.zeros(1, np.int64), np.zeros((1, 2), int)
         kernels.meets(1.0, 0, amounts, amounts, graph, work)
         kernels.half_ways(np.zeros(1, np.intp), False, 0, graph, work, one)
-        kernels.solve_pairs(0, EXACT, -1, none, none, graph, work, amounts, np.empty(1), *np.zeros((2, 1), np.uint8))
+        kernels.solve_pairs(
+            0, kernels.EXACT, -1, none, none, graph, work, amounts, np.empty(1), *np.zeros((2, 1), np.uint8)
+        )
         kernels.upper_bound(0, 0, graph, totals)
-        kernels.solve_pair(0, 0, 1.0, totals, CUT, graph, work)
+        kernels.solve_pair(0, 0, 1.0, totals, kernels.CUT, graph, work)
         kernels.solve_around(1.0, edge, amounts, amounts, amounts, graph, work)
         kernels.widest_routes(place, place, amounts, np.arange(3), 2.0, 0.0, edge, amounts)
     return kernels
@@ -231,7 +235,7 @@ def _ends_bind(top: Array, stack: Graph, pool: ThreadPoolExecutor) -> bool:
     solved, stop = Solved(np.empty(1), np.empty(1), np.empty(1, np.uint8)), np.zeros(1, np.uint8)
     work, none = kernels.new_work(*stack.capacity.shape[:2]), np.empty((0, 1))
     for pair in range(len(top) * len(tokens)):
-        kernels.solve_pairs(pair, EXACT, -1, none, none, graph, work, *solved, stop)
+        kernels.solve_pairs(pair, kernels.EXACT, -1, none, none, graph, work, *solved, stop)
         if solved.known[0] != kernels.BY_BOUND:
             return False
     return True

@@ -16,8 +16,9 @@ demands from level 0, so neither is a node. Levels narrower than the widest are 
     upper     (level, query, node)   how much each query alone can bring to a node
     lower     (level, token, node)   how much each node alone can send to a token; above level 0 it may be left out
 
-Words are 64 bits. How it works, and what was tried and did not win, is in docs/flow.md. All kernels that call each
-other are in this file, because numba's cache on disk notices only changes of the file that a kernel is in.
+Words are 64 bits. How it works, and what was tried and did not win, is in docs/flow.md. All that kernels use is
+in this file, which imports nothing of ours, because numba's cache on disk notices only changes of the file that a
+kernel is in.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from numba import njit, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from attnflow.propagate._engine import BOUND, CUT, EXACT, FILL
-
 Array = NDArray[np.float64]
 Bits = NDArray[np.uint64]
 Ints = NDArray[Any]
 Known = NDArray[np.uint8]
 
+# How far to go with a pair: its upper bound; a flow in bulk; the maximum flow; a search to the end, for its cut.
+BOUND, FILL, EXACT, CUT = range(4)
 BY_BOUND, BY_CUT = 1, 2
 ONE = np.uint64(1)
 # Places are masked with this where it changes nothing but tells the compiler that they are not negative: numba then
@@ -55,7 +56,10 @@ MET = 2.0**-35
 FAR_BELOW = 2.0**-10
 # How far above an even spread the nodes of a level may be filled, attempt by attempt; the last has no limit but the
 # bounds. Measured on MiniLM, n = 512, L = 12: with (inf,) alone half of the flow arrives, with these all of it.
-EVENNESS = (1.05, 1.2, 1.5, 4.0, np.inf)
+EVENNESS = np.array([1.05, 1.2, 1.5, 4.0, np.inf])
+# Where a search follows and mends what crowds, two attempts are enough: gradient edges, which are narrow beside the
+# identity, take 0.8 times as long, plain attention as long as with all five.
+BEFORE_A_SEARCH = np.array([1.5, np.inf])
 
 
 class Graph(NamedTuple):
@@ -284,10 +288,13 @@ def transfer(
 
 
 @kernel
-def fill_level(m: int, pulling: bool, target: Array, amount: float, graph: Graph, work: Work, dust: float) -> None:
+def fill_level(
+    m: int, pulling: bool, target: Array, amount: float, evenness: Array, graph: Graph, work: Work, dust: float
+) -> None:
     """Move flow across layer m so that the level it comes to holds it in proportion to `target`, or nearly.
 
-    Pushing fills level m from the excess above it; pulling fills level m + 1 with the need below it.
+    evenness (attempt,): as `EVENNESS`. Pushing fills level m from the excess above it; pulling fills level m + 1 with
+    the need below it.
     """
     held, rooms, before = work.need[m + 1] if pulling else work.excess[m], work.take[0], work.take[1]
     capacity, straight, flow, line, owner = graph.capacity, graph.straight, work.flow, work.line, work.owner
@@ -295,8 +302,8 @@ def fill_level(m: int, pulling: bool, target: Array, amount: float, graph: Graph
     room = target.sum()
     if room == 0.0:
         return
-    for evenness in EVENNESS:
-        share = min(1.0, evenness * (amount / room))
+    for even in evenness:
+        share = min(1.0, even * (amount / room))
         for i in range(held.shape[0]):
             before[i] = max(0.0, target[i] * share - held[i])
             rooms[i] = before[i]
@@ -313,7 +320,7 @@ def fill_level(m: int, pulling: bool, target: Array, amount: float, graph: Graph
 
 
 @kernel
-def fill_evenly(query: int, token: int, bound: float, graph: Graph, work: Work, dust: float) -> None:
+def fill_evenly(query: int, token: int, bound: float, evenness: Array, graph: Graph, work: Work, dust: float) -> None:
     """A first flow in bulk: the query pushes from above, the token pulls from below, and they meet half way.
 
     Each level is filled in proportion to what its nodes could carry alone, min(upper, lower): nothing then crowds
@@ -325,7 +332,7 @@ def fill_evenly(query: int, token: int, bound: float, graph: Graph, work: Work, 
         pulling = step < pulls
         m = step if pulling else layers - 1 - (step - pulls)
         level = m + 1 if pulling else m
-        fill_level(m, pulling, alone(level, query, token, graph), bound, graph, work, dust)
+        fill_level(m, pulling, alone(level, query, token, graph), bound, evenness, graph, work, dust)
     give, take = work.excess[pulls + 1], work.need[pulls]
     flow, line, owner, down, up, open_ = work.flow, work.line, work.owner, work.down, work.up, work.open
     transfer(pulls, give, take, graph.capacity, graph.straight, flow, line, owner, down, up, open_, dust)
@@ -351,7 +358,7 @@ def half_ways(which: Ints, pulling: bool, middle: int, graph: Graph, work: Work,
                 m = step if pulling else layers - 1 - step
                 level = m + 1 if pulling else m
                 target = reach[level, which[k]] if level < reach.shape[0] else np.ones(ends.shape[0])
-                fill_level(m, pulling, target, amount, graph, work, amount * DUST)
+                fill_level(m, pulling, target, amount, EVENNESS, graph, work, amount * DUST)
         out[k, :] = work.need[middle] if pulling else work.excess[middle + 1]
 
 
@@ -662,7 +669,8 @@ def solve_in_bulk(query: int, token: int, bound: float, totals: Array, effort: i
         top[i] = supply[i] * sent
         bottom[i] = demand[i] * wanted
     if layers > 0 and bound > 0.0:
-        fill_evenly(query, token, bound, graph, work, bound * DUST)
+        evenness = EVENNESS if effort == FILL else BEFORE_A_SEARCH
+        fill_evenly(query, token, bound, evenness, graph, work, bound * DUST)
     value = bound - work.excess.sum()
     # Edges wider than the bound are in no minimum cut; at more than twice the bound, its digits would be lost in them.
     widest = 2.0 * bound if bound > 0.0 else np.inf

@@ -128,7 +128,7 @@ def _sides(layers: list[Array]) -> list[NDArray[np.bool_]]:
     graph, work = _engine.single(top, below)
     totals = np.empty(len(below))
     bound = kernels.upper_bound(0, 0, graph, totals)
-    kernels.solve_pair(0, 0, bound, totals, _engine.CUT, graph, work)
+    kernels.solve_pair(0, 0, bound, totals, kernels.CUT, graph, work)
     levels = [work.distance[level, : len(layer)] >= 0 for level, layer in enumerate(layers[:-1])]
     return [tokens, *levels, queries]
 
@@ -148,7 +148,7 @@ def _carried(layers: list[Array]) -> tuple[float, list[Array]]:
     routes, amounts = _widest(graph)
     totals = np.empty(len(below))
     bound = kernels.upper_bound(0, 0, graph, totals)
-    value, _ = kernels.solve_pair(0, 0, bound, totals, _engine.EXACT, graph, work)
+    value, _ = kernels.solve_pair(0, 0, bound, totals, kernels.EXACT, graph, work)
     # Twice the flow limits nothing, and keeps its digits where the ends are far wider.
     supply, demand = np.minimum(np.minimum(graph.upper[[-1, 0], 0], graph.lower[[-1, 0], 0]), 2 * value)
     kernels.solve_around(value, routes, amounts, supply, demand, graph, work)

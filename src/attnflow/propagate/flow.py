@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnflow.propagate import _engine
-from attnflow.propagate._engine import BOUND, EXACT, FILL, Progress
+from attnflow.propagate._engine import Progress
 from attnflow.propagate.layers import Array, chain, fit, matrix, positions
 
 # A value and its certificate agree to this share of the value; measured over the tests, they agree to 1e-11.
@@ -106,7 +106,7 @@ def flow_of_layers(
         (direct, *rows), shape = rows, rows[0].shape
         results.append(FlowResult(direct, np.ones(shape, np.uint8), np.zeros(shape, np.bool_)))
     if rows:
-        for top, solved in zip(rows, _engine.solve(rows, layers, EXACT, progress), strict=True):
+        for top, solved in zip(rows, _engine.solve(rows, layers, "EXACT", progress), strict=True):
             ends = np.minimum(top.sum(axis=1)[:, None], layers[0].sum(axis=0)[None, :])
             results.append(FlowResult(solved.values, solved.known, solved.values >= ends * (1 - TOLERANCE)))
     return results
@@ -132,7 +132,7 @@ def flow_bounds(
     (rows,), layers = _layers([top], below, sinks)
     if not layers:
         return Bounds(rows, rows.copy())
-    solved = _engine.solve([rows], layers, FILL if found else BOUND, progress)[0]
+    solved = _engine.solve([rows], layers, "FILL" if found else "BOUND", progress)[0]
     return Bounds(solved.values if found else np.zeros_like(solved.bounds), solved.bounds)
 
 

@@ -1,0 +1,127 @@
+"""explain(): a model and its input in, relevance out, by one method or several."""
+
+import numpy as np
+import pytest
+import torch
+
+from attnflow import BASELINES, METHODS, Relevance, capture, explain
+from attnflow.methods import relevance
+from classifiers import small_bert, small_vit, tokenizer
+from families import FAMILIES, images
+
+TEXT = "The keys to the cabinet are on the table."
+GRADIENTS = [name for name, row in METHODS.items() if row.needs]
+WITHOUT = [name for name in METHODS if name not in GRADIENTS]
+FROM_INPUTS = [name for name, row in BASELINES.items() if row.needs == "inputs"]
+
+
+@pytest.fixture(scope="module")
+def bert():
+    return small_bert(), tokenizer()
+
+
+def test_one_method_is_one_answer(bert):
+    model, words = bert
+    trace = capture(model, TEXT, tokenizer=words, target="predicted")
+    for name in METHODS:
+        found = explain(model, TEXT, name, tokenizer=words)
+        query = {} if found.rows == "target" else {"query": trace.readout}
+        np.testing.assert_allclose(found.scores, relevance(trace, name, **query).scores, rtol=1e-5, atol=1e-12)
+        assert (found.recipe["method"], found.tokens) == (name, trace.tokens)
+    assert explain(model, TEXT, tokenizer=words).recipe["method"] == "rollout"
+
+
+def test_several_methods_and_baselines_run_the_model_once_and_once_more_for_each_baseline(bert):
+    model, words = bert
+    explain(model, TEXT, "raw", tokenizer=words)  # the proof of this shape is then known
+    runs = []
+    hook = model.register_forward_hook(lambda *_: runs.append(1))
+    found = explain(model, TEXT, ["raw", "gradient-flow", "gradient-norm", "random"], tokenizer=words)
+    hook.remove()
+    assert list(found) == ["raw", "gradient-flow", "gradient-norm", "random"]
+    assert all(isinstance(one, Relevance) for one in found.values())
+    assert len(runs) == 2
+    np.testing.assert_array_equal(found["raw"].scores, explain(model, TEXT, "raw", tokenizer=words).scores)
+
+
+@pytest.mark.parametrize("name", FROM_INPUTS)
+def test_baselines_of_text_and_of_images(bert, name):
+    model, words = bert
+    found = explain(model, TEXT, name, tokenizer=words, target=1)
+    assert found.scores.shape == (1, len(words(TEXT).input_ids))
+    ids = words(TEXT, return_tensors="pt")
+    np.testing.assert_allclose(explain(model, dict(ids), name, tokenizer=words, target=1).scores, found.scores)
+    pixels = images()[:1]
+    found = explain(small_vit(), pixels, name, target=2)
+    assert found.grid == (4, 4)
+    if name != "random":  # whose numbers are drawn from the input with its name
+        np.testing.assert_allclose(explain(small_vit(), {"pixel_values": pixels}, name, target=2).scores, found.scores)
+        bare = explain(model, ids.input_ids, name, target=1)
+        np.testing.assert_allclose(bare.scores, explain(model, TEXT, name, tokenizer=words, target=1).scores, rtol=1e-5)
+
+
+def test_a_gradient_to_several_signals_is_refused(bert):
+    inputs = {"inputs_embeds": torch.randn(1, 5, 16), "attention_mask": torch.ones(1, 5)}
+    with pytest.raises(ValueError, match="the inputs are inputs_embeds, attention_mask: give the one example"):
+        explain(bert[0], inputs, "gradient-norm")
+
+
+def test_the_target_is_the_predicted_class_unless_told_otherwise(bert):
+    model, words = bert
+    predicted = int(model(**words(TEXT, return_tensors="pt")).logits.argmax())
+    for name in (*GRADIENTS, "gradient-norm"):
+        found = explain(model, TEXT, name, tokenizer=words)
+        np.testing.assert_array_equal(
+            found.scores, explain(model, TEXT, name, tokenizer=words, target=predicted).scores
+        )
+    other = explain(model, TEXT, "legrad", tokenizer=words, target=1 - min(predicted, 1))
+    assert abs(other.scores - explain(model, TEXT, "legrad", tokenizer=words).scores).max() > 0
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_target_that_no_method_uses_is_refused(bert, name):
+    with pytest.raises(ValueError, match=f"target has no part in {name}"):
+        explain(bert[0], TEXT, name, tokenizer=bert[1], target=1)
+    explain(bert[0], TEXT, [name, "legrad"], tokenizer=bert[1], target=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("rolout", "method 'rolout' is unknown; choose one of raw, rollout, flow"),
+        (["raw", "occlusion"], "method 'occlusion' is unknown"),
+        ([], "no method was given; choose at least one of raw"),
+    ],
+)
+def test_unknown_methods_are_refused_before_the_model_runs(bert, method, message):
+    model, words = bert
+    hook = model.register_forward_hook(lambda *_: pytest.fail("the model ran"))
+    try:
+        with pytest.raises(ValueError, match=message):
+            explain(model, TEXT, method, tokenizer=words)
+    finally:
+        hook.remove()
+
+
+def test_settings_reach_every_method(bert):
+    model, words = bert
+    found = explain(model, TEXT, ["rollout", "flow"], tokenizer=words, query=2, layer=0, residual=0.3, head=1)
+    for name, one in found.items():
+        trace = capture(model, TEXT, tokenizer=words)
+        expected = relevance(trace, name, query=2, layer=0, residual=0.3, head=1)
+        np.testing.assert_allclose(one.scores, expected.scores, rtol=1e-6)
+        assert one.queries == (2,)
+
+
+def test_methods_of_the_whole_target_take_all_queries():
+    model, inputs, _ = FAMILIES["bert"]()
+    one = {name: tensor[:1] for name, tensor in inputs.items()}
+
+    def mean(output):
+        return output.last_hidden_state.mean(1).square().sum(-1)
+
+    trace = capture(model, one, target=mean)
+    for name in ("legrad", "generalized-attention-flow", "gradient-sum-over-layers"):
+        found = explain(model, one, name, target=mean)
+        np.testing.assert_allclose(found.scores, relevance(trace, name, query=None).scores, rtol=1e-5)
+        assert abs(found.scores - relevance(trace, name, query=0).scores).max() > 0
