@@ -115,8 +115,9 @@ def answer(
 ) -> Relevance:
     """The answer of a method, or of a baseline, which runs the model once more."""
     if name in METHODS:
-        return relevance(trace, name, **{"query": read_out(name, trace), **settings})
+        given: Any = {"query": read_out(name, trace), **settings}
+        return relevance(trace, name, **given)
     module, bound = module_of(model)
     args, named = arguments(module, inputs, tokenizer)
-    given: torch.Tensor | Mapping[str, Any] = args[0] if args else {**bound, **named}
-    return BASELINES[name].function(trace, module, given, target=target)
+    entered: torch.Tensor | Mapping[str, Any] = args[0] if args else {**bound, **named}
+    return BASELINES[name].function(trace, module, entered, target=target)

@@ -136,7 +136,7 @@ def relevance(
 
 
 def read_out(method: str, trace: Trace) -> Query:
-    """The query whose output a method explains unless another is asked for: all of them where a row is of the target."""
+    """The query that a method explains unless another is asked for: the read-out, or of a target all."""
     return None if CARRIERS[METHODS[method].carry].rows == "target" else trace.readout
 
 

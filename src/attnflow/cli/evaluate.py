@@ -58,9 +58,9 @@ def evaluate(
         there.
     metrics
         Names with commas between them; by default all that are for such data. For both: blank-out, signed-blank-out,
-        gradient, deletion, least-first-deletion, deletion-gap. For texts: blank-out-kendall, gradient-kendall, comprehensiveness,
-        sufficiency, aopc, log-odds. For photographs: insertion, positive-perturbation, negative-perturbation; with
-        masks pixel-accuracy, mean-iou, average-precision, pixel-auc, pointing-game. On request only:
+        gradient, deletion, least-first-deletion, deletion-gap. For texts: blank-out-kendall, gradient-kendall,
+        comprehensiveness, sufficiency, aopc, log-odds. For photographs: insertion, positive-perturbation,
+        negative-perturbation; with masks pixel-accuracy, mean-iou, average-precision, pixel-auc, pointing-game. On request only:
         randomised-weights.
     target
         The class explained: predicted, label, or its index.
