@@ -14,16 +14,18 @@ PACKAGE = Path(attnflow.__file__).parent
 # What each part of the package may import of the others at module level (docs/design.md, "Imports run one way").
 # `Relevance.show` and `Relevance.save` reach `show` when they are called; that is the one road back.
 ALLOWED = {
-    "layers": set(),
+    "block": set(),
+    "layers": {"block"},
     "memory": set(),
     "trace": {"layers"},
     "relevance": set(),
-    "capturing": {"layers", "trace", "memory"},
-    "edges": {"layers"},
-    "mixing": {"layers", "edges"},
+    "capturing": {"block", "layers", "trace", "memory"},
+    "contributions": {"block", "layers"},
+    "edges": {"layers", "contributions"},
+    "mixing": {"layers", "edges", "contributions"},
     "propagate": {"memory"},
     "show": {"relevance"},
-    "graph": {"trace", "edges", "mixing", "memory"},
+    "graph": {"layers", "trace", "edges", "mixing", "memory"},
     "methods": {"trace", "relevance", "edges", "graph", "propagate"},
     "routes": {"trace", "relevance", "graph", "methods", "propagate"},
     "baselines": {"trace", "relevance", "capturing"},

@@ -75,13 +75,16 @@ def explain(
             raise ValueError(f"method {name!r} is unknown; choose one of {', '.join(known)}")
     if not names:
         raise ValueError("no method was given; choose at least one of " + ", ".join(known))
-    targeted = [name for name in names if name not in METHODS or METHODS[name].needs]
+    targeted = [name for name in names if name not in METHODS or "gradient" in METHODS[name].needs]
     target: Target | None = settings.pop("target", None)
     if target is not None and not targeted:
         raise ValueError(f"target has no part in {', '.join(names)}: they explain a position, whatever is made of it")
     target = "predicted" if target is None and targeted else target
     capturing = {name: value for name, value in settings.items() if name in CaptureSettings.__annotations__}
     carrying: dict[str, Any] = {name: value for name, value in settings.items() if name not in capturing}
+    measured = settings.get("residual") == "measured"
+    if measured or any("block" in METHODS[name].needs for name in names if name in METHODS):
+        capturing["keep"] = "block"
     trace = capture(model, inputs, target=target, **capturing)  # pyright: ignore[reportArgumentType]
     carrying.setdefault("query", trace.readout if trace.readout is not None else trace.reads)
     carrying |= {"receptive_field": receptive_field, "progress": progress}
