@@ -38,6 +38,8 @@ _MOVED = frozenset(
         torch.swapaxes, torch.swapdims, torch.movedim, torch.roll, torch.t,
     }
 )  # fmt: skip
+# Numbers of elements may lie otherwise in memory than the elements do.
+_RESHAPED = {_T.view: _T.reshape, _T.view_as: _T.reshape_as}
 _ADD = frozenset({torch.add, _T.add, _T.add_, _T.__add__, _T.__radd__, _T.__iadd__})
 _MULTIPLY = frozenset({torch.mul, _T.mul, _T.mul_, _T.__mul__, _T.__rmul__, _T.__imul__})
 _MATMUL = frozenset({torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm})
@@ -105,11 +107,12 @@ class _Sum:
 
 @dataclass(eq=False)
 class _Normed:
-    """What a norm returned (row, width), and the sum of the MLP's addition behind it."""
+    """What a norm returned (row, width), whether that is added to anything, and the sum if an MLP's output is."""
 
     norm: Norm
     output: torch.Tensor
     by_hand: bool = False
+    goes_on: bool = False
     sum: _Sum | None = None
 
 
@@ -131,8 +134,8 @@ class _Chain:
     fault: tuple[str, str] | None = None
     size: int = 0  # numbers in what the projection returned
 
-    def found(self) -> Surroundings:
-        """The block; ValueError says which step was not found."""
+    def found(self, *, pre_norm: bool) -> Surroundings:
+        """The block; ValueError says which step was not found. pre_norm: whether sums of other calls go on."""
         module = self.call.module
         if self.fault is not None:
             raise _lost(module, *self.fault)
@@ -147,6 +150,8 @@ class _Chain:
             names = sorted(resolve_name(func) or "" for func in one.uses & _NORMING)
             raise _lost(module, "the norm behind the addition", f"the sum went into {', '.join(names)}")
         normed, second, scale = _behind(module, one), None, None
+        if normed is not None and pre_norm and not normed.goes_on:
+            normed = None  # the last norm of a pre-norm model
         if normed is not None and normed.sum is not None and (after := _behind(module, normed.sum)) is not None:
             second = after.norm
             scale = second.scale(normed.sum.total.to(_better(normed.sum.total)))
@@ -177,6 +182,7 @@ class Follower:
         self._labels, self._recording = labels, recording
         self._followed: Any = WeakTensorKeyDictionary()
         self._chains: dict[int, _Chain] = {}
+        self._pre_norm = False
 
     def start(self, number: int, call: Kept, output: torch.Tensor, fed: Fed) -> None:
         """Follow what a call returned, which was fed by some labels."""
@@ -204,7 +210,7 @@ class Follower:
 
     def found(self, number: int) -> Surroundings:
         """The block around a call; ValueError says which step was not found, and in which module."""
-        return self._chains[number].found()
+        return self._chains[number].found(pre_norm=self._pre_norm)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that does not attend, and follow what goes through it."""
@@ -246,7 +252,7 @@ class Follower:
         if func in _SAME and place == 0 and output.shape == state.ids.shape:
             return state
         if func in _MOVED and place == 0 and positional:
-            return replace(state, ids=func(state.ids, *positional[1:], **kwargs))
+            return replace(state, ids=_RESHAPED.get(func, func)(state.ids, *positional[1:], **kwargs))
         found = None
         if place < 0 or (state.at != "heads" and state.ids.numel() != state.chain.size):
             pass  # inside a list; or a part of the positions alone
@@ -307,17 +313,18 @@ class Follower:
                 return state
         depends = bool(self._recording.reached(label) & chain.bit)
         if isinstance(state.at, _Normed):
+            state.at.goes_on = state.at.goes_on or bool(label)
             if label & chain.bit and state.at.sum is None:
                 total = _aligned(output, state.ids, width)
                 state.at.sum = _Sum(total, total, total)
                 return replace(state, at=state.at.sum)
             return None
         if depends and isinstance(state.at, _Sum):
-            state.at.goes_on = True
+            state.at.goes_on = self._pre_norm = True
             return None
         if depends or any(label & fed.bit & ~chain.known for fed in self._recording.fed):
-            what = "made of the same attention, as with LoRA" if depends else "what other attention returned"
-            chain.fault = ("the addition to the stream", f"it is added to something {what}")
+            what = "something that is made of it, as LoRA does" if depends else "what other attention returned"
+            chain.fault = ("the addition to the stream", f"what its projection returned is added to {what}")
             return None
         more = _aligned(_like(other, output).expand(output.shape), state.ids, width)
         total = _aligned(output, state.ids, width)
@@ -434,8 +441,8 @@ def _compare(module: str, step: str, expected: torch.Tensor, seen: torch.Tensor)
 
 def _lost(module: str, step: str, why: str) -> ValueError:
     return ValueError(
-        f"keep='block' did not find {step} behind the attention of {module or 'the model'}: {why}; capture without "
-        "keep=, for methods that need no block"
+        f"keep='block' did not find {step} behind the attention of {module or 'the model'}: {why}; leave "
+        "that layer out (layers=), or capture without keep=, for methods that need no block"
     )
 
 

@@ -93,7 +93,7 @@ def text(
             raise ValueError("the text is empty; give one in quotes, or on standard input")
         _check_generate(generate)
         loaded, tokenizer = huggingface.load(model or demo.TEXT, check_device(device), writes=generate is not None)
-        trace = capture(loaded, content, tokenizer=tokenizer, generate=generate)
+        trace = capture(loaded, content, tokenizer=tokenizer, generate=generate, keep=_keep(options))
     _deliver(trace, options, default_layer="-1" if generate else "all")
 
 
@@ -134,15 +134,24 @@ def image(
         quieten_transformers()
         picture = vision.open_image(photo)
         if model is not None and text is not None:
-            trace, picture = _image_and_text(model, picture, text, generate, check_device(device))
+            trace, picture = _image_and_text(model, picture, text, generate, check_device(device), options)
             options = replace(options, query=options.query or (None if generate else "-1"))
         else:
             loaded = vision.load(model or demo.IMAGE, check_device(device))
-            trace = capture(loaded.model, loaded.prepare(picture, _size(size)))
+            trace = capture(loaded.model, loaded.prepare(picture, _size(size)), keep=_keep(options))
     _deliver(trace, options, default_layer="-1", image=picture)
 
 
-def _image_and_text(model: str, picture: Image, text: str, generate: int | None, device: str) -> tuple[Trace, Image]:
+def _keep(options: Options) -> Literal["block"] | None:
+    """What the trace must hold beside the weights for the method that was asked for."""
+    from attnflow.methods import METHODS
+
+    return "block" if options.method in METHODS and "block" in METHODS[options.method].needs else None
+
+
+def _image_and_text(
+    model: str, picture: Image, text: str, generate: int | None, device: str, options: Options
+) -> tuple[Trace, Image]:
     """What the language model of an image-text model attended to, and the photograph as the model saw it."""
     from attnflow.capturing import capture, image_text, structure
 
@@ -153,7 +162,8 @@ def _image_and_text(model: str, picture: Image, text: str, generate: int | None,
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"the model cannot run on what its processor made of text and image: {reason}") from error
-    trace = capture(loaded.model, inputs, tokenizer=loaded.processor.tokenizer, generate=generate, tower=tower)
+    how: dict[str, Any] = {"tokenizer": loaded.processor.tokenizer, "generate": generate, "keep": _keep(options)}
+    trace = capture(loaded.model, inputs, tower=tower, **how)
     return trace, seen
 
 
