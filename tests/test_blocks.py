@@ -1,6 +1,7 @@
 """Edges that look at values: the block around attention is the model's own, and each method is its slow formula."""
 
 import contextlib
+import copy
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ import reference
 from attnflow import METHODS, Trace, capture, capture_batch
 from attnflow.layers import calls_of
 from attnflow.methods import relevance
+from attnflow.show.wording import caption
 from conftest import SENTENCE
-from families import FAMILIES
+from families import FAMILIES, shifted_windows
 from reference import Parts
 
 EDGES = ["value-norm", "value-norm-with-residual", "value-norm-through-norm", "globenc", "alti", "value-zeroing"]
@@ -26,6 +28,10 @@ LOOKING = [name for name, row in METHODS.items() if "block" in row.needs]
 def edges(trace, name, layer):
     """The rows (query, key) of one layer."""
     return relevance(trace, edges=name, carry="layer", layer=layer).scores
+
+
+def edges_as_they_are(trace, name, layer):
+    return relevance(trace, edges=name, carry="layer", layer=layer, row_normalised=False).scores
 
 
 def slowly(name, parts):
@@ -409,6 +415,32 @@ def test_what_is_no_such_block_is_refused_by_its_step(kind, step):
         capture_batch(Toy(kind).eval(), IDS, keep="block", mixers="allow", prove=kind != "part")
 
 
+def test_value_zeroing_in_shifted_windows_is_zeroing_the_value_there():
+    model, inputs, _ = FAMILIES["swin"]()
+    trace = capture_batch(model, inputs, keep="block")[-1]
+    found = edges_as_they_are(trace, "value-zeroing", 1)
+    block, windows = model.encoder.layers[0].blocks[1], shifted_windows(8, 16, 2)
+    for position in (0, 17, 63, 127):
+        ((window, token),) = (windows == position).nonzero().tolist()
+
+        def hook(module, args, output, window=window, token=token):
+            output = output.clone()
+            output[len(windows) + window, token] = 0  # of the last example of two
+            return output
+
+        y = []
+        for cut in (False, True):
+            handle = block.attention.v_proj.register_forward_hook(hook) if cut else None
+            with watched(model) as seen, torch.no_grad():
+                model(**inputs)
+            if handle is not None:
+                handle.remove()
+            y.append(F.normalize(of_example(seen, "encoder.layers.0.blocks.1.layernorm_after", 0).double(), dim=-1))
+        expected = ((y[0] - y[1]) ** 2).sum(-1).flatten() / 2
+        assert (expected > 1e-6).sum() > 1
+        np.testing.assert_allclose(found[:, position], expected, atol=1e-8, rtol=1e-3)
+
+
 def test_a_post_norm_model_without_a_norm_behind_its_mlp_has_no_globenc():
     class Bare(Toy):
         def block(self, layer, x):
@@ -458,6 +490,54 @@ def test_measured_residual_of_minilm(text):
     np.testing.assert_allclose(one, pairs, atol=1e-5)
 
 
+@pytest.mark.parametrize("residual", [0.3, "measured"])
+def test_a_residual_stands_beside_lengths_as_shares(text, residual):
+    trace, parts, _ = text
+    found = relevance(trace, edges="value-norm", carry="layer", layer=2, residual=residual).scores
+    r = reference.kept_share(parts[2])[:, None] if residual == "measured" else residual
+    expected = (1 - r) * reference.value_norm(parts[2]) + r * np.eye(12)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["llama_gqa", "gpt2"])
+def test_behind_a_cache_each_query_has_its_own_key(family):
+    model, inputs, _ = FAMILIES[family]()
+    ids = inputs["input_ids"]
+    whole = capture_batch(model, {"input_ids": ids}, keep="block")
+    with torch.no_grad():
+        past = model(ids[:, :3], use_cache=True).past_key_values
+    later = capture_batch(model, {"input_ids": ids[:, 3:], "past_key_values": past}, keep="block")
+    for one, other in zip(whole, later, strict=True):
+        for name in ("value-norm-with-residual", "alti", "value-zeroing"):
+            np.testing.assert_allclose(edges(other, name, -1)[3:], edges(one, name, -1)[3:], atol=1e-5)
+        rows = [
+            relevance(trace, edges="attention", carry="layer", residual="measured").scores[3:] for trace in (one, other)
+        ]
+        np.testing.assert_allclose(*rows, atol=1e-5)
+
+
+def test_what_a_model_wrote_has_its_blocks(stories):
+    model, tokenizer = stories
+    ids = torch.tensor([tokenizer.encode("Once upon a time")])
+    trace = capture(model, {"input_ids": ids}, keep="block", generate=3)
+    for name in ("alti", "value-zeroing", "measured-rollout"):
+        found = relevance(trace, name, query="generated").scores
+        assert found.shape == (3, ids.shape[1] + 3)
+        np.testing.assert_allclose(found.sum(-1), 1, atol=1e-6)
+        assert not found[0, ids.shape[1] :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_any_precision(minilm, text, dtype):
+    model, tokenizer = minilm
+    other = copy.deepcopy(model).to(dtype)
+    trace = capture(other, SENTENCE, tokenizer=tokenizer, keep="block")
+    for name in EDGES:
+        found, expected = relevance(trace, name).scores, relevance(text[0], name).scores
+        np.testing.assert_allclose(found, expected, atol=1e-5 if dtype == torch.float64 else 5e-2, err_msg=name)
+
+
 def test_an_encoder_decoder_has_what_needs_no_own_key():
     torch.manual_seed(0)
     config = hf.BartConfig(
@@ -483,6 +563,13 @@ def test_traces_without_blocks_are_refused_before_any_work(minilm_trace):
         attnflow.rollout(Trace.from_arrays([[[1.0]]]), residual="measured")
     with pytest.raises(ValueError, match="residual='measured' needs the block"):
         attnflow.rollout([[[1.0]]], residual="measured")
+
+
+def test_a_caption_says_which_residual(text):
+    trace = capture_batch(Toy("pre-norm").eval(), IDS, target=lambda out: out[:, 0, 0])[0]
+    assert "residual as measured" in caption(relevance(text[0], "measured-rollout"))
+    assert "residual added" in caption(relevance(trace, "gradient-flow"))
+    assert "residual 0.5" in caption(relevance(text[0], "rollout"))
 
 
 def test_values_alone(minilm, text):
@@ -539,7 +626,7 @@ def test_explain_asks_for_what_its_methods_need(minilm):
 
 def test_rows_are_lengths_where_they_are_not_to_be_normalised(text):
     trace, parts, _ = text
-    found = relevance(trace, edges="value-norm", carry="layer", row_normalised=False, layer=3).scores
+    found = edges_as_they_are(trace, "value-norm", 3)
     np.testing.assert_allclose(found, np.linalg.norm(reference.moved(parts[3]), axis=-1), atol=1e-5)
     with pytest.raises(ValueError, match="has no heads of its own"):
         relevance(trace, "alti", head=1)

@@ -29,7 +29,7 @@ class Norm:
 
     def scale(self, x: torch.Tensor) -> torch.Tensor:
         """(..., 1): what the norm multiplies each vector (..., width) with."""
-        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        x = self.centre(x)
         return (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,14 @@ class Norm:
         Where the scale of a sum is taken as given, the norm of the sum is the sum of these, times that scale, and the
         bias (Kobayashi et al. 2021, section 3.2).
         """
-        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        return self.weighted(self.centre(x))
+
+    def centre(self, x: torch.Tensor) -> torch.Tensor:
+        """Vectors (..., width) without their means, if the norm takes them off."""
+        return x - x.mean(-1, keepdim=True) if self.centred else x
+
+    def weighted(self, x: torch.Tensor) -> torch.Tensor:
+        """Vectors (..., width) times the norm's weight."""
         return x if self.weight is None else x * self.weight.to(x)
 
 
@@ -69,6 +76,13 @@ class Block:
         """The norms behind the additions, in their order."""
         return tuple(norm for norm in (self.norm, self.second) if norm is not None)
 
+    def total(self, queries: list[int]) -> torch.Tensor:
+        """(query, width): the sum of the addition at some queries, in single precision or better."""
+        import torch
+
+        total = self.stream[queries] + self.added[queries]
+        return total.to(torch.promote_types(total.dtype, torch.float32))
+
     def projected(self, heads: torch.Tensor) -> torch.Tensor:
         """(head, ..., dim) weighted values as what they add to the stream, (..., width), without the bias."""
         import torch
@@ -89,7 +103,7 @@ class Block:
 
     def scales(self, queries: list[int], norms: int) -> torch.Tensor:
         """(query, 1): what the first so many norms multiplied the sums at some queries with, float64."""
-        total = (self.stream[queries] + self.added[queries]).double()
+        total = self.total(queries).double()
         scale = total.new_ones(len(queries), 1)
         if norms > 0 and self.norm is not None:
             scale = scale * self.norm.scale(total)

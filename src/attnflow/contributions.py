@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from attnflow.block import Block
+from attnflow.block import Block, Norm
 from attnflow.layers import AttentionLike
 
 if TYPE_CHECKING:
@@ -68,36 +68,58 @@ def alti(call: AttentionLike, queries: list[int]) -> torch.Tensor:
     T_i(x_j) is the vector of `value_norm_through_norm`, or of `value_norm_with_residual` in a pre-norm model, and y_i
     what comes out of the addition and its norm, biases and all. Cost: O(n^2 heads width).
     """
+    import torch
+
     block = _block(call)
-    y = _output(block, queries)
     norms = 1 if block.norm is not None else 0
+    total = block.total(queries)
+    y = total if block.norm is None else block.norm(total)
     scale = block.scales(queries, norms).to(y)
-    near = y.new_zeros(call.shape[2], len(queries))
     own, stream = _own(call, queries), block.through(block.stream[queries].to(y), norms) * scale
+    sizes, nearer = y.abs(), y.new_zeros(call.shape[2], len(queries))
     for start, rest in _without_each(call, queries, y, norms, scale):
         here = (own >= start) & (own < start + len(rest))
         rest[own[here] - start, here.nonzero().flatten()] -= stream[here]
-        near[start : start + len(rest)] = rest.abs_().sum(-1)
-    return (y.abs().sum(-1) - near).clamp_min_(0).mT[None]
+        # Number by number, since their sums are large and near each other.
+        nearer[start : start + len(rest)] = torch.sub(sizes, rest.abs_(), out=rest).sum(-1)
+    return nearer.clamp_min_(0).mT[None]
 
 
 def value_zeroing(call: AttentionLike, queries: list[int]) -> torch.Tensor:
     """How far the output turns when the value v_j is 0: 1 - cos(y_i, y_i without v_j) (Mohebbi et al. 2023, section 3).
 
     y_i is what comes out of the addition and its norm, which is computed again; there it is what comes out of the
-    whole layer, MLP and all. Cost: O(n^2 heads width). It cannot see the stream, which is the same with and without.
-    """
-    from torch.nn.functional import normalize
+    whole layer, MLP and all. It cannot see the stream, which is the same with and without.
 
-    block = _block(call)
-    total = (block.stream[queries] + block.added[queries]).to(_single(block))
-    y = normalize(_output(block, queries), dim=-1)
-    turned = y.new_zeros(call.shape[2], len(queries))
-    for start, rest in _without_each(call, queries, total, 0, total.new_ones(len(queries), 1)):
-        rest = rest if block.norm is None else block.norm(rest)
-        # 1 - cos is half of the squared distance of the directions, which keeps its digits where both are near.
-        turned[start : start + len(rest)] = (normalize(rest, dim=-1) - y).square_().sum(-1) / 2
-    return turned.mT[None]
+    With S the sum and d what key j adds, and L the linear part of the norm, y_i = s L(S) + bias becomes
+    s' (L(S) - L(d)) + bias, so that all follows from |d|^2, and the products of d with three vectors of query i. Cost:
+    O(n^2 heads (heads + dim)).
+    """
+    block, weights = _block(call), call.attention(queries).double()
+    total = block.total(queries).double()
+    norm = block.norm if block.norm is not None else Norm(None, None, 0.0, centred=False)
+    linear = norm.linear(total)
+    bias = total.new_zeros(total.shape[-1]) if norm.bias is None else norm.bias.to(total)
+
+    def products(vectors: torch.Tensor) -> torch.Tensor:
+        return _products(call, weights, norm.centre(norm.weighted(vectors)))  # L(d) with v is d with this of v
+
+    size, of_bias, square = linear.square().sum(-1, keepdim=True), (linear @ bias)[:, None], bias.square().sum()
+    by_linear = products(linear)
+    rest = (size - 2 * by_linear + _squares(call, weights, len(block.norms[:1]))).clamp_min_(0)  # |L(S) - L(d)|^2
+    rest_of_bias = of_bias - products(bias.expand_as(linear))
+    was = now = total.new_ones(())
+    if block.norm is not None:
+        centred = norm.centre(total)
+        spread = centred.square().sum(-1, keepdim=True) - 2 * _products(call, weights, centred)
+        spread = (spread + _squares(call, weights, "centre")).clamp_min_(0)
+        was, now = norm.scale(total), (spread / total.shape[-1] + norm.eps).rsqrt_()
+    together = was * now * (size - by_linear) + was * of_bias + now * rest_of_bias + square
+    before, after = (
+        scale**2 * one + 2 * scale * other + square
+        for scale, one, other in ((was, size, of_bias), (now, rest, rest_of_bias))
+    )
+    return (1 - together / (before * after).clamp_min(1e-300).sqrt()).clamp_min_(0)[None]
 
 
 def kept_share(call: AttentionLike, queries: list[int]) -> torch.Tensor:
@@ -128,20 +150,34 @@ def _lengths(call: AttentionLike, queries: list[int], norms: int, *, kept: bool)
             f"{call.name} has {which}, as in a pre-norm model, so that these edges are not defined; use "
             f"{'value-norm-with-residual' if not block.norms else 'value-norm-through-norm'}, or alti"
         )
-    attention = call.attention(queries)
-    weights = attention.double().permute(2, 1, 0)  # (key, query, head)
-    lengths = (weights @ _gram(call, norms)).mul_(weights).sum(-1).clamp_min_(0).sqrt_()
+    weights = call.attention(queries).double()
+    lengths = _squares(call, weights, norms).sqrt_()
     if kept:
-        own = _own_value(call, queries, attention) + block.stream[queries]
-        lengths[_own(call, queries), range(len(queries))] = block.through(own, norms).norm(dim=-1)
-    return (lengths.mT * block.scales(queries, norms))[None]
+        own = _own_value(call, queries, weights) + block.stream[queries]
+        lengths[range(len(queries)), _own(call, queries)] = block.through(own, norms).norm(dim=-1)
+    return (lengths * block.scales(queries, norms))[None]
 
 
-@lru_cache(maxsize=1)
-def _gram(call: AttentionLike, norms: int) -> torch.Tensor:
-    """(key, head, head), float64: products of what the heads of one key would add at weight 1, through some norms.
+def _products(call: AttentionLike, weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """(query, key), float64: the products of what each key adds with one vector (query, width) of each query."""
+    import torch
 
-    All queries of a layer need the same, and they come some at a time, so that the last one is kept.
+    against = torch.einsum("qw,whd->hqd", vectors, _block(call).weight.to(vectors))
+    return (against @ _values(call).to(vectors).mT).mul_(weights).sum(0)
+
+
+def _squares(call: AttentionLike, weights: torch.Tensor, through: int | Literal["centre"]) -> torch.Tensor:
+    """(query, key), float64: the squared length of what each key adds, through what `_gram` says."""
+    by_key = weights.permute(2, 1, 0)  # (key, query, head)
+    return (by_key @ _gram(call, through)).mul_(by_key).sum(-1).clamp_min_(0).mT
+
+
+@lru_cache(maxsize=2)
+def _gram(call: AttentionLike, through: int | Literal["centre"]) -> torch.Tensor:
+    """(key, head, head), float64: products of what the heads of one key would add at weight 1.
+
+    through: so many norms' linear parts, or the first one's centring alone. All queries of a layer need the same, and
+    they come some at a time, so that the last ones are kept.
     """
     import torch
 
@@ -149,7 +185,11 @@ def _gram(call: AttentionLike, norms: int) -> torch.Tensor:
     step = max(1, TILE // (2 * values.shape[0] * block.weight.shape[0]))
     grams: list[torch.Tensor] = []
     for start in range(0, values.shape[1], step):
-        each = block.through(block.of_each_head(values[:, start : start + step].double()), norms)
+        each = block.of_each_head(values[:, start : start + step].double())
+        if through == "centre":
+            each = each if block.norm is None else block.norm.centre(each)
+        else:
+            each = block.through(each, through)
         grams.append(each @ each.mT)
     return torch.cat(grams)
 
@@ -169,12 +209,6 @@ def _without_each(
     for start in range(0, values.shape[1], step):
         each = block.through(block.of_each_head(values[:, start : start + step]), norms)
         yield start, torch.baddbmm(base.expand(len(each), -1, -1), weights[start : start + step], each)
-
-
-def _output(block: Block, queries: list[int]) -> torch.Tensor:
-    """(query, width): what comes out of the addition and the norm behind it."""
-    total = (block.stream[queries] + block.added[queries]).to(_single(block))
-    return total if block.norm is None else block.norm(total)
 
 
 def _own_value(call: AttentionLike, queries: list[int], attention: torch.Tensor) -> torch.Tensor:
@@ -204,10 +238,3 @@ def _values(call: AttentionLike) -> torch.Tensor:
 def _block(call: AttentionLike) -> Block:
     assert call.block is not None  # `attention_graph` refuses traces without
     return call.block
-
-
-def _single(block: Block) -> torch.dtype:
-    """Single precision, or better where the model has it."""
-    import torch
-
-    return torch.promote_types(block.stream.dtype, torch.float32)

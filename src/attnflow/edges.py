@@ -127,16 +127,16 @@ EDGES: dict[str, Edges] = {
     "gradient-weighted-heads": Edges(
         gradient_weighted_heads, "A weighted by the norm of dA", "Jo et al. 2025 (GMAR)", 0.5, _GRADIENT, shares=True
     ),
-    "value-norm": of_block(contributions.value_norm, "|sum over heads of A f(x)|", "Kobayashi et al. 2020"),
+    "value-norm": of_block(contributions.value_norm, "norm of the sum over heads of A f(x)", "Kobayashi et al. 2020"),
     "value-norm-with-residual": of_block(
-        contributions.value_norm_with_residual, "|sum over heads of A f(x) + I x|", "Kobayashi et al. 2021"
+        contributions.value_norm_with_residual, "norm of the sum over heads of A f(x) + I x", "Kobayashi et al. 2021"
     ),
     "value-norm-through-norm": of_block(
-        contributions.value_norm_through_norm, "|LN(sum over heads of A f(x) + I x)|", "Kobayashi et al. 2021"
+        contributions.value_norm_through_norm, "norm of LN(sum over heads of A f(x) + I x)", "Kobayashi et al. 2021"
     ),
     "globenc": of_block(
-        contributions.globenc, "|LN(LN(sum over heads of A f(x) + I x))|", "Modarressi et al. 2022 (GlobEnc)"
+        contributions.globenc, "norm of LN(LN(sum over heads of A f(x) + I x))", "Modarressi et al. 2022 (GlobEnc)"
     ),
-    "alti": of_block(contributions.alti, "(|y| - |y - T(x)|)+", "Ferrando et al. 2022 (ALTI)"),
+    "alti": of_block(contributions.alti, "(abs(y) - abs(y - T(x)))+", "Ferrando et al. 2022 (ALTI)"),
     "value-zeroing": of_block(contributions.value_zeroing, "1 - cos(y, y without v)", "Mohebbi et al. 2023"),
 }

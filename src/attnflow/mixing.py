@@ -56,7 +56,8 @@ class Transition:
 
     (1 - residual) * W + residual * I, where W is the fusion over heads, or one head alone. With residual 0.5 and the
     mean this is A = 0.5 W_att + 0.5 I (Abnar & Zuidema 2020, section 3). Shares whose rows no longer sum to 1 (of the
-    maximum or minimum over heads, or with edges left out) are divided by their sum before a residual is mixed in.
+    maximum or minimum over heads, or with edges left out) are divided by their sum before a residual is mixed in, as
+    are lengths.
     A position that the layer leaves out has 1 to itself, whatever the edges and the residual are.
 
     layer: from a trace; number: its number, for messages. Where a layer pools, no residual joins its queries to keys.
@@ -110,7 +111,8 @@ class Transition:
         if not self.layer.pools and how.residual:
             share, kept = self._shares(queries)
             fused = how.head is None and how.head_fusion != "mean"
-            if how.residual != "add" and self.edges.shares and (fused or how.discard_ratio):
+            uneven = self.edges.shares and (fused or how.discard_ratio)
+            if how.residual != "add" and (uneven or (self.edges.row_normalised and how.row_normalised)):
                 rows = _row_normalised(rows)
             rows = share * rows
             rows[range(len(queries)), queries] += kept

@@ -252,7 +252,8 @@ class Follower:
         if func in _SAME and place == 0 and output.shape == state.ids.shape:
             return state
         if func in _MOVED and place == 0 and positional:
-            return replace(state, ids=_RESHAPED.get(func, func)(state.ids, *positional[1:], **kwargs))
+            move: Any = _RESHAPED.get(func, func)
+            return replace(state, ids=move(state.ids, *positional[1:], **kwargs))
         found = None
         if place < 0 or (state.at != "heads" and state.ids.numel() != state.chain.size):
             pass  # inside a list; or a part of the positions alone
