@@ -36,7 +36,7 @@ class Norm:
         """The norm without its scale and bias: a linear map of vectors (..., width).
 
         Where the scale of a sum is taken as given, the norm of the sum is the sum of these, times that scale, and the
-        bias (Kobayashi et al. 2021, section 3.2).
+        bias (Kobayashi et al. 2021, section 3).
         """
         return self.weighted(self.centre(x))
 

@@ -24,7 +24,7 @@ TILE = 2**23
 
 
 def value_norm(call: AttentionLike, queries: list[int]) -> torch.Tensor:
-    """The length of what a key adds: |sum over heads of A f(x_j)| (Kobayashi et al. 2020, section 3.1, equation 6).
+    """The length of what a key adds: |sum over heads of A f(x_j)| (Kobayashi et al. 2020, section 3).
 
     As there the bias of the output projection is nobody's. Cost: O(n^2 heads^2). It cannot see what a position keeps of
     itself.
@@ -41,7 +41,7 @@ def value_norm_with_residual(call: AttentionLike, queries: list[int]) -> torch.T
 
 
 def value_norm_through_norm(call: AttentionLike, queries: list[int]) -> torch.Tensor:
-    """The same through the norm behind the addition, its scale taken as given (Kobayashi et al. 2021, section 3.2).
+    """The same through the norm behind the addition, its scale taken as given (Kobayashi et al. 2021, section 3).
 
     |w * c(v)| / deviation of the sum, v the vector of `value_norm_with_residual`, c taking the mean off; the norm's
     bias is nobody's. An RMS norm takes no mean off. Cost: as `value_norm`.
@@ -62,11 +62,10 @@ def globenc(call: AttentionLike, queries: list[int]) -> torch.Tensor:
 
 
 def alti(call: AttentionLike, queries: list[int]) -> torch.Tensor:
-    """By how much a key brings the output nearer: (|y_i| - |y_i - T_i(x_j)|)+, |.| the sum of sizes
-    (Ferrando et al. 2022, section 3, equations 8 to 10: ALTI).
+    """By how much a key brings the output nearer: (|y_i| - |y_i - T_i(x_j)|)+ (Ferrando et al. 2022, section 3: ALTI).
 
-    T_i(x_j) is the vector of `value_norm_through_norm`, or of `value_norm_with_residual` in a pre-norm model, and y_i
-    what comes out of the addition and its norm, biases and all. Cost: O(n^2 heads width).
+    |.| is the sum of sizes. T_i(x_j) is the vector of `value_norm_through_norm`, or of `value_norm_with_residual` in a
+    pre-norm model, and y_i what comes out of the addition and its norm, biases and all. Cost: O(n^2 heads width).
     """
     import torch
 
@@ -125,8 +124,8 @@ def value_zeroing(call: AttentionLike, queries: list[int]) -> torch.Tensor:
 def kept_share(call: AttentionLike, queries: list[int]) -> torch.Tensor:
     """The residual as it was measured, spread evenly over the keys: each row sums to |kept| / (|kept| + |mixed|).
 
-    kept: the stream with the query's own value; mixed: what all other keys add (after Kobayashi et al. 2021, section
-    4.2, who measure the ratio). Where queries are no keys, the stream alone is kept. Cost: O(n^2).
+    kept: the stream with the query's own value; mixed: what all other keys add (after Kobayashi et al. 2021, who
+    measure the ratio). Where queries are no keys, the stream alone is kept. Cost: O(n^2).
     """
     block = _block(call)
     others = block.added[queries].double()

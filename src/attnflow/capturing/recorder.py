@@ -264,6 +264,8 @@ class Recorder(TorchFunctionMode):
         """Say that the pass is over: what follows is the target, in which nothing attends. Notes what was read."""
         self.recording.returned = [self._labels.of(x) for x in tensors_in(output)]
         self.recording.read = self._labels.of_all(output)
+        if self._follower is not None and not self._over:
+            self._follower.returned(output)
         if not self._over:
             self.recording.live = 0 if self.recording.assumed else self.recording.reached(self.recording.read)
         self._over = True

@@ -43,17 +43,12 @@ _RESHAPED = {_T.view: _T.reshape, _T.view_as: _T.reshape_as}
 _ADD = frozenset({torch.add, _T.add, _T.add_, _T.__add__, _T.__radd__, _T.__iadd__})
 _MULTIPLY = frozenset({torch.mul, _T.mul, _T.mul_, _T.__mul__, _T.__rmul__, _T.__imul__})
 _MATMUL = frozenset({torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm})
+_LINEAR = frozenset({F.linear, torch.addmm, *_MATMUL})
 _SQUARE = frozenset({torch.square, _T.square})
 _POWER = frozenset({torch.pow, _T.pow, _T.__pow__})
 _MEAN = frozenset({torch.mean, _T.mean})
 _ROOT = frozenset({torch.rsqrt, _T.rsqrt})
-# Functions that norms written by hand begin with: a sum that goes into one of these, and no further, may be normed.
-_NORMING = frozenset(
-    {
-        *_SQUARE, *_POWER, *_MEAN, torch.var, _T.var, torch.std, _T.std, torch.var_mean, torch.std_mean, _T.norm,
-        torch.norm, torch.linalg.vector_norm, F.normalize, F.batch_norm, F.group_norm, F.instance_norm,
-    }
-)  # fmt: skip
+_NORMS = frozenset({F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm})
 
 # How a norm by hand has come along: squares of a sum, their mean (with eps), its inverse root.
 _Root: TypeAlias = Literal["squares", "mean", "root"]
@@ -146,9 +141,12 @@ class _Chain:
         settled = [one for one in self.sums if one.goes_on or one.normed is not None]
         one = (settled or self.sums[-1:])[0]
         _compare(module, "the addition to the stream", one.added + one.stream, one.total)
-        if one.normed is None and not one.goes_on and one.uses & _NORMING:
-            names = sorted(resolve_name(func) or "" for func in one.uses & _NORMING)
-            raise _lost(module, "the norm behind the addition", f"the sum went into {', '.join(names)}")
+        known = one.normed is not None and not one.uses  # all of the sum goes through the norm
+        read = one.normed is None and one.uses and one.uses <= _LINEAR  # the last sum, read by a linear layer
+        if not (one.goes_on or known or read):
+            names = ", ".join(sorted(map(_name, one.uses))) or "nothing that is seen"
+            also = "" if one.normed is None else " as well as into a norm"
+            raise _lost(module, "the norm behind the addition", f"the sum went into {names}{also}")
         normed, second, scale = _behind(module, one), None, None
         if normed is not None and pre_norm and not normed.goes_on:
             normed = None  # the last norm of a pre-norm model
@@ -208,6 +206,13 @@ class Follower:
         for number in numbers & self._chains.keys():
             del self._chains[number]
 
+    def returned(self, output: Any) -> None:
+        """Say what the model returned: a sum among it goes on as it is."""
+        for x in tensors_in(output):
+            for state in self._followed.get(x, ()):
+                if isinstance(state.at, _Sum):
+                    state.at.goes_on = True
+
     def found(self, number: int) -> Surroundings:
         """The block around a call; ValueError says which step was not found, and in which module."""
         return self._chains[number].found(pre_norm=self._pre_norm)
@@ -238,10 +243,9 @@ class Follower:
 
     def _lose(self, state: _At, func: Any) -> None:
         """Take note of a function behind which a tensor is not followed."""
-        name = resolve_name(func) or getattr(func, "__name__", "a function")
         if isinstance(state.at, str):
-            state.chain.last = name
-        elif isinstance(state.at, _Sum):
+            state.chain.last = _name(func)
+        elif isinstance(state.at, _Sum) and func not in _NORMS:
             state.at.uses.add(func)
 
     def _next(
@@ -366,7 +370,7 @@ class Follower:
         """A norm of a sum: torch's own, or the first step of one that is written by hand."""
         if not isinstance(state.at, _Sum):
             return None
-        if func is F.layer_norm or func is torch.layer_norm or func is F.rms_norm or func is torch.rms_norm:
+        if func in _NORMS:
             centred = func is F.layer_norm or func is torch.layer_norm
             names = ("input", "normalized_shape", "weight", "bias", "eps") if centred else (
                 "input", "normalized_shape", "weight", "eps"
@@ -435,7 +439,8 @@ def _behind(module: str, one: _Sum) -> _Normed | None:
 
 
 def _compare(module: str, step: str, expected: torch.Tensor, seen: torch.Tensor) -> None:
-    difference, scale = (float(x.abs().max()) for x in (seen - expected, seen))
+    finite = seen.isfinite()  # padding that attends to nothing may hold anything
+    difference, scale = (float(x.where(finite, 0).abs().max()) for x in (seen - expected, seen))
     if not difference <= tolerance(seen.dtype) * scale:
         raise _lost(module, step, f"computed again it is off by {difference:.2g}, where the largest is {scale:.2g}")
 
@@ -460,6 +465,10 @@ def _row(constant: Any, ids: torch.Tensor, width: int) -> torch.Tensor | None:
         return torch.full((width,), float(constant), device=ids.device)
     rows = _aligned(constant.expand(ids.shape), ids, width)
     return rows[0].clone() if bool((rows == rows[0]).all()) else None
+
+
+def _name(func: Any) -> str:
+    return resolve_name(func) or getattr(func, "__name__", "a function")
 
 
 def _in_place(func: Any) -> bool:
