@@ -3,6 +3,7 @@
 top (query, key) and below [(query, key), ...], layer 0 nearest the input, as in the library.
 """
 
+from dataclasses import dataclass, replace
 from itertools import product
 
 import igraph
@@ -235,3 +236,110 @@ def barrier_flow(layers, mu):
     for (m, i, j), amount in zip(edges, found.x, strict=True):
         result[m][i, j] = amount
     return result
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What an attention block is made of, float64.
+
+    attention (head, query, key), values (head, key, dim), weight (width, head * dim) and bias of the output projection,
+    stream (query, width); norm and second as (weight, bias, eps, centred), and what went into the second norm.
+    """
+
+    attention: np.ndarray
+    values: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+    stream: np.ndarray
+    norm: tuple | None = None
+    second: tuple | None = None
+    into_second: np.ndarray | None = None
+
+
+def moved(parts):
+    """(query, key, width): what each key adds to each query, head by head."""
+    heads, queries, keys = parts.attention.shape
+    vectors = np.zeros((queries, keys, len(parts.weight)))
+    dim = parts.values.shape[-1]
+    for head in range(heads):
+        f = parts.values[head] @ parts.weight[:, head * dim : (head + 1) * dim].T
+        vectors += parts.attention[head][:, :, None] * f[None]
+    return vectors
+
+
+def moved_and_kept(parts):
+    vectors = moved(parts)
+    for position in range(len(vectors)):
+        vectors[position, position] += parts.stream[position]
+    return vectors
+
+
+def normed(x, norm, of=None, bias=True):
+    """A norm of vectors (..., width), at the scale of others; without its bias on request."""
+    weight, shift, eps, centred = norm
+    of = x if of is None else of
+    x, of = (one - one.mean(-1, keepdims=True) if centred else one for one in (x, of))
+    result = x / np.sqrt((of**2).mean(-1, keepdims=True) + eps) * weight
+    return result + shift if bias else result
+
+
+def total(parts):
+    """(query, width): what goes into the norm behind the addition."""
+    return moved_and_kept(parts).sum(1) + parts.bias
+
+
+def output(parts):
+    return total(parts) if parts.norm is None else normed(total(parts), parts.norm)
+
+
+def through(parts, vectors):
+    """Vectors (query, key, width) through the norm behind the addition, as parts of its output."""
+    return vectors if parts.norm is None else normed(vectors, parts.norm, total(parts)[:, None], bias=False)
+
+
+def value_norm(parts):
+    return shares(np.linalg.norm(moved(parts), axis=-1))
+
+
+def value_norm_with_residual(parts):
+    return shares(np.linalg.norm(moved_and_kept(parts), axis=-1))
+
+
+def value_norm_through_norm(parts):
+    return shares(np.linalg.norm(through(parts, moved_and_kept(parts)), axis=-1))
+
+
+def globenc(parts):
+    vectors = through(parts, moved_and_kept(parts))
+    return shares(np.linalg.norm(normed(vectors, parts.second, parts.into_second[:, None], bias=False), axis=-1))
+
+
+def alti(parts):
+    y = output(parts)
+    near = np.abs(y[:, None] - through(parts, moved_and_kept(parts))).sum(-1)
+    return shares(np.maximum(0, np.abs(y).sum(-1)[:, None] - near))
+
+
+def value_zeroing(parts):
+    y = output(parts)
+    distances = np.zeros(parts.attention.shape[1:])
+    for key in range(parts.values.shape[1]):
+        values = parts.values.copy()
+        values[:, key] = 0
+        without = output(replace(parts, values=values))
+        cosine = (y * without).sum(-1) / np.linalg.norm(y, axis=-1) / np.linalg.norm(without, axis=-1)
+        distances[:, key] = 1 - cosine
+    return shares(distances)
+
+
+def kept_share(parts):
+    """(query,): the length of stream and own value over that and the length of what the others add."""
+    vectors = moved_and_kept(parts)
+    own = np.eye(len(vectors), dtype=bool)
+    kept = np.linalg.norm(vectors[own], axis=-1)
+    mixed = np.linalg.norm(np.where(own[..., None], 0, vectors).sum(1), axis=-1)
+    return kept / (kept + mixed)
+
+
+def shares(rows):
+    return rows / rows.sum(-1, keepdims=True)

@@ -10,16 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from attnflow import contributions
 from attnflow.layers import AttentionLike, Weigh
 
 if TYPE_CHECKING:
     import torch
 
-# What a trace must hold for some edges: with gradients of a target, `capture(..., target=)`.
-Need: TypeAlias = Literal["gradient"]
+# What a trace must hold for some edges: gradients of a target, `capture(..., target=)`; the values, or the block around
+# each call with them, `capture(..., keep=)`.
+Need: TypeAlias = Literal["gradient", "values", "block"]
 
-# What a position keeps of itself: the weight r of the identity in (1 - r) W + r I, or "add" for W + I.
-Residual: TypeAlias = float | Literal["add"]
+# What a position keeps of itself: the weight r of the identity in (1 - r) W + r I, which "measured" takes from the
+# block around attention, query by query (`contributions.kept_share`); or "add" for W + I.
+Residual: TypeAlias = float | Literal["add", "measured"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Edges:
     position keeps of itself unless told otherwise. needs: what a trace must hold. shares: whether the mean over heads
     has rows that sum to 1, as attention does: then copies of a position have the mean of their edges, and rows that no
     longer sum to 1 are divided by their sum before a residual is mixed in. signed: whether an edge may be negative.
+    row_normalised: whether rows are divided by their sum unless told otherwise. heads: whether each head has its own.
     """
 
     weigh: Weigh
@@ -39,6 +43,8 @@ class Edges:
     needs: frozenset[Need] = field(default_factory=frozenset[Need])
     shares: bool = False
     signed: bool = False
+    row_normalised: bool = False
+    heads: bool = True
 
 
 def attention(call: AttentionLike, queries: list[int]) -> torch.Tensor:
@@ -100,6 +106,11 @@ def _known(call: AttentionLike):
     return call.gradient
 
 
+def of_block(weigh: Weigh, formula: str, source: str) -> Edges:
+    """A row of edges of a whole layer, that hold what a position keeps of itself already, if they hold it at all."""
+    return Edges(weigh, formula, source, 0.0, frozenset({"block"}), row_normalised=True, heads=False)
+
+
 _GRADIENT: frozenset[Need] = frozenset({"gradient"})
 
 EDGES: dict[str, Edges] = {
@@ -116,4 +127,16 @@ EDGES: dict[str, Edges] = {
     "gradient-weighted-heads": Edges(
         gradient_weighted_heads, "A weighted by the norm of dA", "Jo et al. 2025 (GMAR)", 0.5, _GRADIENT, shares=True
     ),
+    "value-norm": of_block(contributions.value_norm, "norm of the sum over heads of A f(x)", "Kobayashi et al. 2020"),
+    "value-norm-with-residual": of_block(
+        contributions.value_norm_with_residual, "norm of the sum over heads of A f(x) + I x", "Kobayashi et al. 2021"
+    ),
+    "value-norm-through-norm": of_block(
+        contributions.value_norm_through_norm, "norm of LN(sum over heads of A f(x) + I x)", "Kobayashi et al. 2021"
+    ),
+    "globenc": of_block(
+        contributions.globenc, "norm of LN(LN(sum over heads of A f(x) + I x))", "Modarressi et al. 2022 (GlobEnc)"
+    ),
+    "alti": of_block(contributions.alti, "(abs(y) - abs(y - T(x)))+", "Ferrando et al. 2022 (ALTI)"),
+    "value-zeroing": of_block(contributions.value_zeroing, "1 - cos(y, y without v)", "Mohebbi et al. 2023"),
 }

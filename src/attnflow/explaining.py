@@ -75,6 +75,8 @@ def explain(
     check_methods(names, target)
     capturing: Any = {name: value for name, value in settings.items() if name in CaptureSettings.__annotations__}
     carrying: Any = {name: value for name, value in settings.items() if name not in capturing}
+    if carrying.get("residual") == "measured":
+        capturing["keep"] = "block"
     carrying |= {"receptive_field": receptive_field, "progress": progress}
     trace, target = captured(model, inputs, names, target, capturing)
     answers = {name: answer(name, trace, model, inputs, target, settings.get("tokenizer"), carrying) for name in names}
@@ -95,13 +97,15 @@ def check_methods(names: Sequence[str], target: Target | None) -> None:
 
 def is_targeted(name: str) -> bool:
     """Whether a method explains a target."""
-    return name not in METHODS or bool(METHODS[name].needs)
+    return name not in METHODS or "gradient" in METHODS[name].needs
 
 
 def captured(
     model: Any, inputs: Any, names: Sequence[str], target: Target | None, settings: CaptureSettings
 ) -> tuple[Trace, Target | None]:
     """The trace that some methods need, and the target that was chosen for them where none was given."""
+    if any("block" in METHODS[name].needs for name in names if name in METHODS):
+        settings = {**settings, "keep": "block"}
     if not any(map(is_targeted, names)):
         return capture(model, inputs, **settings), None
     if target is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, TypedDict
 
 from attnflow.edges import EDGES, Edges, Residual
+from attnflow.layers import calls_of
 from attnflow.memory import check_memory
 from attnflow.mixing import HEAD_FUSIONS, HeadFusion, Mixing, Transition
 from attnflow.trace import GENERATED, Query, Role, Trace, query_positions
@@ -25,9 +26,11 @@ class GraphSettings(TypedDict, total=False):
     (layer, query, token). start_layer: the lowest layer taken in; scores are those of the positions that enter it.
     head: explain one head: its own matrix in the explained layer, the fusion of heads below (appendix A.1 of Abnar &
     Zuidema 2020). head_fusion: over heads, "mean" (the paper's), "max" or "min".
-    residual: what a position keeps of itself: r for (1 - r) W + r I, or "add" for W + I. None is what the edges ask
-    for: of attention 0.5, the paper's, wherever it came from; 0 takes arrays as the edges of the graph as they stand.
-    row_normalised: divide each row of a layer by its sum, after the residual.
+    residual: what a position keeps of itself: r for (1 - r) W + r I, or "add" for W + I. "measured" is an r for each
+    query and layer: the length of what it kept over that and the length of what others added, from the block around
+    attention (capture(..., keep="block")). None is what the edges ask for: of attention 0.5, the paper's, wherever it
+    came from; of edges that hold the residual already, 0. 0 takes arrays as the edges of the graph as they stand.
+    row_normalised: divide each row of a layer by its sum, after the residual. None is what the edges ask for.
     discard_ratio: the share of each layer's edges that is left out, the weakest first; edges to special and prefix
     tokens stay (vit-explain spares one edge, and the first example of a batch only).
     remove_column_mean: take from each edge the mean of what all queries send to its key, at 0 or more, and divide rows
@@ -39,7 +42,7 @@ class GraphSettings(TypedDict, total=False):
     head: int | None
     head_fusion: HeadFusion
     residual: Residual | None
-    row_normalised: bool
+    row_normalised: bool | None
     discard_ratio: float
     remove_column_mean: bool
 
@@ -130,7 +133,7 @@ def attention_graph(
     head: int | None = None,
     head_fusion: HeadFusion = "mean",
     residual: Residual | None = None,
-    row_normalised: bool = False,
+    row_normalised: bool | None = None,
     discard_ratio: float = 0.0,
     remove_column_mean: bool = False,
 ) -> AttentionGraph:
@@ -146,6 +149,9 @@ def attention_graph(
     trace = attention if isinstance(attention, Trace) else Trace.from_arrays(attention, edges=as_edges)
     row = _edges(edges, trace)
     residual = row.residual if residual is None else residual
+    if residual == "measured":
+        _check_blocks("residual='measured'", trace)
+    row_normalised = row.row_normalised if row_normalised is None else row_normalised
     count = len(trace.layers)
     bottom = None if start_layer is None else _layer_number("start_layer", start_layer, count)
     explained = tuple(range(bottom or 0, count)) if layer == "all" else (_layer_number("layer", layer, count),)
@@ -160,7 +166,7 @@ def attention_graph(
     labels, tokens = _labels(trace, sizes.pop()), _labels(trace, trace.layers[lowest].shape[2])
     roles = trace.roles if tokens is trace.tokens else ("text",) * len(tokens)
     mixing = Mixing(
-        residual="add" if residual == "add" else _between_0_and_1("residual", residual),
+        residual=residual if residual in ("add", "measured") else _between_0_and_1("residual", residual),
         head_fusion=head_fusion,
         head=_head(head, explained, trace),
         row_normalised=row_normalised,
@@ -212,7 +218,15 @@ def _edges(name: str, trace: Trace) -> Edges:
         raise ValueError(f"edges {name!r} are unknown; choose one of {', '.join(EDGES)}")
     if "gradient" in EDGES[name].needs and trace.target is None:
         raise ValueError(f"{name} needs the gradient of a target: capture(model, inputs, target=...)")
+    if {"values", "block"} & EDGES[name].needs:
+        _check_blocks(name, trace)
     return EDGES[name]
+
+
+def _check_blocks(what: str, trace: Trace) -> None:
+    """Raise ValueError for a trace without the blocks around its calls."""
+    if any(call.block is None for layer in trace.layers for call in calls_of(layer)):
+        raise ValueError(f"{what} needs the block around attention: capture(model, inputs, keep='block')")
 
 
 def _head(head: Any, explained: tuple[int, ...], trace: Trace) -> int | None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from attnflow.block import Block
+
 if TYPE_CHECKING:
     import torch
 
@@ -46,6 +48,8 @@ class AttentionCall:
     attention; mask broadcastable to (head, query, key), True where attention is allowed if boolean, else added to
     the logits. `causal` lets query i see keys 0 to i. gradient: of the trace's target, if it has one.
     pools: whether the queries are learned probes that gather the layer below, and no positions of it.
+    values (head or fewer, key, dim), block: what the weights are multiplied with, and what becomes of it, if they were
+    asked for.
     """
 
     name: str
@@ -56,6 +60,8 @@ class AttentionCall:
     causal: bool = False
     gradient: WeightsGradient | None = None
     pools: bool = False
+    values: torch.Tensor | None = None
+    block: Block | None = None
 
     left_out: tuple[int, ...] = field(default=(), init=False)
 
@@ -106,7 +112,8 @@ class AttentionWeights:
     """Ready attention weights (head, query, key) of one layer.
 
     captured: whether a model computed them before our eyes, so that rows that do not sum to 1 are its way (a sink that
-    takes a share and is left out), and not a mistake in an array that somebody gave. pools: as in `AttentionCall`.
+    takes a share and is left out), and not a mistake in an array that somebody gave. pools, values, block: as in
+    `AttentionCall`.
     """
 
     name: str
@@ -114,6 +121,8 @@ class AttentionWeights:
     captured: bool = False
     gradient: WeightsGradient | None = None
     pools: bool = False
+    values: torch.Tensor | None = None
+    block: Block | None = None
 
     left_out: tuple[int, ...] = field(default=(), init=False)
 
@@ -263,6 +272,13 @@ class MergingLayer:
     def edges(self, weigh: Weigh, queries: list[int], *, shares: bool) -> torch.Tensor:
         """The shares, whatever weighs the edges of attention."""
         return self.attention(queries)
+
+
+def calls_of(layer: Layer) -> list[AttentionLike]:
+    """The calls of the model that a layer is made of."""
+    if isinstance(layer, PlacedLayer):
+        return [part.layer for part in layer.parts]
+    return [layer] if isinstance(layer, AttentionCall | AttentionWeights) else []
 
 
 class Layer(Protocol):

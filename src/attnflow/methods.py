@@ -30,8 +30,9 @@ class Method:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a trace must hold: the "gradient" of a target."""
-        return EDGES[self.edges].needs
+        """What a trace must hold: the "gradient" of a target, the "block" around each call of attention."""
+        measured = self.settings.get("residual") == "measured"
+        return EDGES[self.edges].needs | (frozenset({"block"}) if measured else frozenset())
 
     @property
     def carried(self) -> str:
@@ -43,12 +44,15 @@ class Method:
         """The edges with what stands beside them."""
         edges = EDGES[self.edges]
         residual = self.settings.get("residual", edges.residual)
-        mean = edges.formula if edges.formula.startswith("abs") else f"mean over heads of {edges.formula}"
+        whole = edges.formula.startswith("abs") or not edges.heads
+        mean = edges.formula if whole else f"mean over heads of {edges.formula}"
         if residual == "add":
             mean = f"I + {mean}"
+        elif residual == "measured":
+            mean = f"(1 - r) ({mean}) + r I, r = kept / (kept + mixed)"
         elif residual:
             mean = f"{1 - residual:g} ({mean}) + {residual:g} I"
-        return f"{mean}, rows normalised" if self.settings.get("row_normalised") else mean
+        return f"{mean}, rows normalised" if self.settings.get("row_normalised", edges.row_normalised) else mean
 
 
 METHODS: dict[str, Method] = {
@@ -68,6 +72,14 @@ METHODS: dict[str, Method] = {
     ),
     "legrad": Method("gradient", "sum", "Bousselham et al. 2025", {"residual": 0.0}),
     "gmar": Method("gradient-weighted-heads", "product", "Jo et al. 2025"),
+    "measured-rollout": Method("attention", "product", "after Kobayashi et al. 2021", {"residual": "measured"}),
+    "measured-flow": Method("attention", "flow", "after Kobayashi et al. 2021", {"residual": "measured"}),
+    "value-norm": Method("value-norm", "product", "Kobayashi et al. 2020"),
+    "value-norm-with-residual": Method("value-norm-with-residual", "product", "Kobayashi et al. 2021"),
+    "value-norm-through-norm": Method("value-norm-through-norm", "product", "Kobayashi et al. 2021"),
+    "globenc": Method("globenc", "product", "Modarressi et al. 2022"),
+    "alti": Method("alti", "product", "Ferrando et al. 2022"),
+    "value-zeroing": Method("value-zeroing", "product", "Mohebbi et al. 2023"),
 }
 
 

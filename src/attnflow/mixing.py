@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from attnflow.contributions import kept_share
 from attnflow.edges import Edges, Residual
 from attnflow.layers import AttentionWeights, Layer, PlacedLayer
 
@@ -33,7 +34,8 @@ TILE = 2**22
 class Mixing:
     """How the edges of a layer become one matrix, and what stands beside them.
 
-    head_fusion: over heads, unless `head` alone is wanted. residual: r for (1 - r) W + r I, "add" for W + I.
+    head_fusion: over heads, unless `head` alone is wanted. residual: r for (1 - r) W + r I, "add" for W + I; "measured"
+    is an r for each query, |kept| / (|kept| + |mixed|) (`contributions.kept_share`).
     row_normalised: divide each row by its sum at the end. discard_ratio: the share of a layer's edges that is set to 0,
     the weakest first, but never those to the positions `undiscarded`. remove_column_mean: take from each edge the mean
     of what all queries send to its key, at 0 or more, and divide rows by their sum.
@@ -54,7 +56,8 @@ class Transition:
 
     (1 - residual) * W + residual * I, where W is the fusion over heads, or one head alone. With residual 0.5 and the
     mean this is A = 0.5 W_att + 0.5 I (Abnar & Zuidema 2020, section 3). Shares whose rows no longer sum to 1 (of the
-    maximum or minimum over heads, or with edges left out) are divided by their sum before a residual is mixed in.
+    maximum or minimum over heads, or with edges left out) are divided by their sum before a residual is mixed in, as
+    are lengths.
     A position that the layer leaves out has 1 to itself, whatever the edges and the residual are.
 
     layer: from a trace; number: its number, for messages. Where a layer pools, no residual joins its queries to keys.
@@ -113,9 +116,10 @@ class Transition:
         if how.discard_ratio:
             rows = self._without_weakest(rows)
         if not self.layer.pools and how.residual:
-            share, kept = (1.0, 1.0) if how.residual == "add" else (1 - how.residual, how.residual)
+            share, kept = self._shares(queries)
             fused = how.head is None and how.head_fusion != "mean"
-            if how.residual != "add" and self.edges.shares and (fused or how.discard_ratio):
+            uneven = self.edges.shares and (fused or how.discard_ratio)
+            if how.residual != "add" and (uneven or (self.edges.row_normalised and how.row_normalised)):
                 rows = _row_normalised(rows)
             rows = share * rows
             rows[range(len(queries)), queries] += kept
@@ -127,6 +131,16 @@ class Transition:
                 rows[row] = 0
                 rows[row, query] = 1
         return rows
+
+    def _shares(self, queries: list[int]) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+        """What the edges are multiplied with, (query, 1), and what is added at each query's own place, (query,)."""
+        residual = self.mixing.residual
+        if residual == "add":
+            return 1.0, 1.0
+        if residual == "measured":
+            kept = self.layer.edges(kept_share, queries, shares=True)[0].sum(-1)
+            return 1 - kept[:, None], kept
+        return 1 - residual, residual
 
     def _fused(self, queries: list[int]) -> torch.Tensor:
         """(query, key), float64: one head, or the fusion of all."""

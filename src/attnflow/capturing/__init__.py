@@ -11,6 +11,7 @@ from typing import Any, TypedDict, Unpack, get_args
 import torch
 
 from attnflow.capturing import checkpoints, examples, generation, huggingface, structure
+from attnflow.capturing.calls import Keep
 from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.naming import Labelled, Names
 from attnflow.capturing.recorder import Recording, WeightsOf, record
@@ -35,6 +36,7 @@ class CaptureSettings(TypedDict, total=False):
     mixers: Mixers
     tower: str | None
     rules: str | None
+    keep: Keep | None
 
 
 def capture(model: torch.nn.Module, inputs: Any, **settings: Unpack[CaptureSettings]) -> Trace:
@@ -66,6 +68,7 @@ def capture_batch(
     mixers: Mixers = "refuse",
     tower: str | None = None,
     rules: str | None = None,
+    keep: Keep | None = None,
 ) -> list[Trace]:
     """Run a model once and keep what it attended to: one trace per example, its padding removed.
 
@@ -101,6 +104,11 @@ def capture_batch(
     tower: of a model with several towers explain the attention inside one module, named by its path or the last names
     of it ("language_model"). All of the model runs, and image tokens stand at the patches that they were made of.
 
+    keep: "block" keeps, beside the weights, what some edges look at (`attnflow.EDGES`): the values, and the block
+    around each call, which is its output projection, the stream that it is added to, and the norm behind the addition,
+    if one is there. It is found by following the attention's output through the pass, and checked on the numbers.
+    "values" keeps the values alone. Without keep a pass costs nothing more.
+
     An encoder-decoder gives one joint trace over the positions of both, the encoder's first: rollout and flow from a
     decoder's position reach down through cross-attention to the encoder's input. Text and an image in one stream give
     the text first. Windows, frames and merged patches (Swin, TimeSformer) are placed on the whole grid; for that the
@@ -109,8 +117,13 @@ def capture_batch(
     Raises ValueError if no attention was seen, for a model in training mode, for a text that is empty or longer than
     the model takes, where something else mixes positions, where no gradient of the target reaches the attention, and
     for attention that makes up no graph: several towers, branches, differential attention, attention that is not
-    between positions of the input (channels, padded windows, patches mixed by convolutions).
+    between positions of the input (channels, padded windows, patches mixed by convolutions). With keep="block" also
+    where the model does something else with what attention returned: the error names the step and the module.
     """
+    if keep not in (None, *get_args(Keep)):
+        raise ValueError(f"keep={keep!r} is unknown; give 'values', 'block' or None")
+    if keep is not None and weights is not None:
+        raise ValueError("keep= needs attention that capture sees itself; leave out weights=, or keep=")
     if mixers not in get_args(Mixers):
         raise ValueError(f"mixers={mixers!r} is unknown; give 'refuse' or 'allow'")
     model, bound = module_of(model)
@@ -119,7 +132,7 @@ def capture_batch(
     if generate is not None:
         written = generation.written(model, args, kwargs, generate)
         same: CaptureSettings = {"tokenizer": tokenizer, "tokens": tokens, "target": target, "layers": layers}
-        same |= {"weights": weights, "prove": prove, "mixers": mixers, "tower": tower, "rules": rules}
+        same |= {"weights": weights, "prove": prove, "mixers": mixers, "tower": tower, "rules": rules, "keep": keep}
         return [_answer(capture(model, one, **same), start) for one, start in written]
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
@@ -130,6 +143,7 @@ def capture_batch(
         raise ValueError(f"rules {rules!r} are unknown; choose one of {', '.join(RULES)}")
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
     how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights), "tower": tower, "rules": rules}
+    how["keep"] = keep
     asks = prove and weights is None
     known = structure.known(model, args, kwargs, tower) if asks else None
     recording, output = record(model, args, kwargs, chosen, compared=asks and known is None, **how)

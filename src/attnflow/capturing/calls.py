@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,17 @@ from attnflow.layers import AttentionCall, AttentionWeights, WeightsGradient
 # What a call's output may differ from weights times values, as a share of the largest: rounding in its precision.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _ROWS_CHECKED = 8
+# The same of what stands behind a call: a projection, an addition, a norm.
+_BEHIND = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 # What to do about a model that is in training mode, or behaves so.
 EVALUATE = "call model.eval() first; where that changes nothing, the module itself asks for training=True"
+
+if TYPE_CHECKING:
+    from attnflow.capturing.surroundings import Surroundings
+
+# What a trace holds of every call beside its weights: its values, or these and the block around it.
+Keep: TypeAlias = Literal["values", "block"]
 
 # Where rows of a call stand along its two outer axes.
 Rows: TypeAlias = Sequence[tuple[int, int]]
@@ -50,6 +58,7 @@ class FusedCall:
     Shapes: q (outer, outer, query, dim); k, v (outer, fewer or as many, key, dim), where fewer are grouped-query
     attention; mask broadcastable to (outer, outer, query, key), True where attention is allowed if boolean, else added
     to the logits; gradient, of the target with respect to the weighted values, (outer, outer, query, dim).
+    keeps_values: whether the layers that are made of it hold their values. around: the block, if that was asked for.
     """
 
     module: str
@@ -61,6 +70,8 @@ class FusedCall:
     causal: bool
     out_projection: OutProjection | None = None
     gradient: torch.Tensor | None = None
+    keeps_values: bool = False
+    around: Surroundings | None = None
 
     @property
     def extent(self) -> tuple[int, int, int, int]:
@@ -78,7 +89,9 @@ class FusedCall:
             gradient = WeightsGradient(_take(self.gradient, rows), _take(self.v, of_keys))
         mask = None if self.mask is None else _take(self.mask, rows)
         q, k = _take(self.q, rows), _take(self.k, of_keys)
-        return AttentionCall(self.module, q, k, self.scale, mask, self.causal, gradient)
+        values = _take(self.v, of_keys) if self.keeps_values and self.v is not None else None
+        block = None if self.around is None else self.around.take(rows)
+        return AttentionCall(self.module, q, k, self.scale, mask, self.causal, gradient, values=values, block=block)
 
     def rows_of(self, output: torch.Tensor) -> torch.Tensor:
         """What the call returned as (outer, outer or 1, query, dim)."""
@@ -98,7 +111,7 @@ class WeightedSum:
     """Values multiplied by weights that a model computed itself.
 
     Shapes: weights (outer, outer, query, key); v (outer, outer, key, dim); gradient as in `FusedCall`. arrange: from
-    what the multiplication returned to (outer, outer, query, dim).
+    what the multiplication returned to (outer, outer, query, dim). keeps_values, around: as in `FusedCall`.
     """
 
     module: str
@@ -106,6 +119,8 @@ class WeightedSum:
     v: torch.Tensor | None
     arrange: Callable[[torch.Tensor], torch.Tensor]
     gradient: torch.Tensor | None = None
+    keeps_values: bool = False
+    around: Surroundings | None = None
 
     @property
     def extent(self) -> tuple[int, int, int, int]:
@@ -117,7 +132,10 @@ class WeightedSum:
         gradient = None
         if self.gradient is not None and self.v is not None:
             gradient = WeightsGradient(_take(self.gradient, rows), _take(self.v, rows))
-        return AttentionWeights(self.module, _take(self.weights, rows), captured=True, gradient=gradient)
+        values = _take(self.v, rows) if self.keeps_values and self.v is not None else None
+        block = None if self.around is None else self.around.take(rows)
+        weights = _take(self.weights, rows)
+        return AttentionWeights(self.module, weights, captured=True, gradient=gradient, values=values, block=block)
 
     def rows_of(self, output: torch.Tensor) -> torch.Tensor:
         """What the call returned as (outer, outer, query, dim)."""
@@ -290,6 +308,11 @@ def refuse_dropout(module: str, p: float = 0.5, training: bool = True, inplace: 
     """Raise ValueError for a dropout of attention weights (the arguments of torch.nn.functional.dropout)."""
     if p > 0 and training:
         raise ValueError(f"{module or 'the model'} drops attention weights at random (dropout {p:g}); {EVALUATE}")
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """What numbers behind a call may differ from those computed again, as a share of the largest."""
+    return _BEHIND.get(dtype, 1e-4)
 
 
 def check_reproduces(call: Kept, output: torch.Tensor) -> None:

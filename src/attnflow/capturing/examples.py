@@ -10,14 +10,19 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
+from attnflow.block import Block
 from attnflow.capturing.calls import Kept, LeftOut, Rows
 from attnflow.capturing.dataflow import Dataflow, Group
 from attnflow.capturing.proof import Proof, rows_with_gradient
 from attnflow.capturing.recorder import Recording
+from attnflow.capturing.surroundings import check
 from attnflow.layers import HIDDEN, AttentionCall, AttentionWeights, Layer, Part, PlacedLayer, WeightsGradient
 
 # A weight on padding that is rounding, not attention.
 _NEGLIGIBLE = 1e-6
+
+# Weights (head, query, key) that exist at once where a block is checked.
+_CHECKED = 2**22
 
 
 # Masks that were reduced already: layers that share a mask share the reduced one, so that memory grows with n.
@@ -103,7 +108,8 @@ class Stack:
             past = 0 if pools else self.proof.layouts[group.of].past
             queries = torch.ones(call.extent[2], dtype=torch.bool) if pools else keep[group.of][past:]
             rows = self.proof.orders[number].rows(call.extent, batch, index)
-            heads.append(call_layer(call, rows, queries, keep[group.on], masks))
+            own = self._past(group.of, keep) if group.of == group.on and not pools else None
+            heads.append(call_layer(call, rows, queries, keep[group.on], masks, own))
         return heads[0] if len(heads) == 1 else _side_by_side(heads)
 
 
@@ -113,6 +119,11 @@ def _places(start: int, count: int) -> tuple[int, ...]:
 
 def _side_by_side(layers: Sequence[AttentionCall | AttentionWeights]) -> AttentionCall | AttentionWeights:
     """Calls that read the same as one layer with the heads of all."""
+    if any(layer.values is not None for layer in layers):
+        raise ValueError(
+            f"keep= takes layers of one attention call each; one is made of several, {layers[0].name} among them, as "
+            "with a module for each head"
+        )
     gradients = [layer.gradient for layer in layers if layer.gradient is not None]
     gradient = None
     if len(gradients) == len(layers):
@@ -178,10 +189,46 @@ def seen_keys(call: Kept, rows: Rows) -> torch.Tensor:
 
 
 def call_layer(
-    call: Kept, rows: Rows, queries: torch.Tensor, keys: torch.Tensor, seen: Reduced
+    call: Kept, rows: Rows, queries: torch.Tensor, keys: torch.Tensor, seen: Reduced, own: int | None
 ) -> AttentionCall | AttentionWeights:
-    """Some rows of one call as the heads of a layer, among its kept queries and keys."""
-    layer = call.take(rows)
+    """Some rows of one call as the heads of a layer, among its kept queries and keys.
+
+    own: the number, among the kept keys, of that at which the first query stands; None where queries are no keys.
+    """
+    layer = _among_kept(call, call.take(rows), queries, keys, seen)
+    if layer.values is not None:
+        layer = replace(layer, values=_among(layer.values, keys))
+    if layer.block is not None:
+        layer = replace(layer, block=_block(layer.block, queries, own))
+        _check_block(layer)
+    return layer
+
+
+def _block(block: Block, queries: torch.Tensor, own: int | None) -> Block:
+    """A block among the kept queries, the first of which stands at some key."""
+    at = queries.nonzero().flatten().to(block.stream.device)
+    places = None if own is None else torch.arange(own, own + len(at), device=at.device)
+    scale = None if block.second_scale is None else block.second_scale[at]
+    return replace(block, added=block.added[at], stream=block.stream[at], own=places, second_scale=scale)
+
+
+def _check_block(layer: AttentionCall | AttentionWeights) -> None:
+    """Raise ValueError unless weights, values and projection give what was added to the stream, at every query."""
+    assert layer.block is not None
+    assert layer.values is not None
+    heads, queries, keys = layer.shape
+    values = layer.values.repeat_interleave(heads // len(layer.values), 0)
+    step = max(1, _CHECKED // (heads * keys))
+    for start in range(0, queries, step):
+        rows = list(range(start, min(start + step, queries)))
+        weights = layer.attention(rows)
+        check(layer.block, rows, weights @ values.to(weights.dtype), layer.name)
+
+
+def _among_kept(
+    call: Kept, layer: AttentionCall | AttentionWeights, queries: torch.Tensor, keys: torch.Tensor, seen: Reduced
+) -> AttentionCall | AttentionWeights:
+    """Weights, or what they are made of, and their gradient, among the kept queries and keys."""
     gradient = layer.gradient
     if gradient is not None:
         gradient = WeightsGradient(_among(gradient.output, queries), _among(gradient.v, keys))

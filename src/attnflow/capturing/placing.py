@@ -351,7 +351,7 @@ def _layer(
         keep = torch.zeros(call.extent[2], dtype=torch.bool)
         keep[list(at)] = True
         positions = tuple(at[token] for token in sorted(at))
-        parts.append(Part(call_layer(call, window.rows, keep, keep, {}), positions, positions))
+        parts.append(Part(call_layer(call, window.rows, keep, keep, {}, 0), positions, positions))
     if len(parts) == 1 and parts[0].queries == tuple(range(size)):
         return parts[0].layer
     return PlacedLayer(tuple(parts), size)

@@ -19,6 +19,7 @@ from attnflow.capturing.calls import (
     EVALUATE,
     Call,
     FusedCall,
+    Keep,
     Kept,
     LeftOut,
     WeightedSum,
@@ -31,6 +32,7 @@ from attnflow.capturing.inputs import fresh
 from attnflow.capturing.labels import Labels, tensors_in
 from attnflow.capturing.rules import Rules
 from attnflow.capturing.softmax import DIFFERENCE, WeightsByHand
+from attnflow.capturing.surroundings import Follower
 from attnflow.memory import check_memory
 
 # What a module computed as attention weights (batch, head, query, key), if it did: of its name, itself and its output.
@@ -150,6 +152,13 @@ class Recording:
         """The sources in a label, in the order of the pass."""
         return [mark for number, mark in enumerate(self.marks) if label >> number & 1 and isinstance(mark, Source)]
 
+    def reached(self, label: int) -> int:
+        """A label with the labels of all that its calls were fed by, down to the inputs."""
+        for fed in reversed(self.fed):
+            if label & fed.bit:
+                label |= fed.queries | fed.keys | fed.values
+        return label
+
     def callers(self, label: int) -> list[int]:
         """The numbers of the explained calls in a label."""
         found = [mark for number, mark in enumerate(self.marks) if label >> number & 1 and isinstance(mark, int)]
@@ -183,7 +192,7 @@ class Recorder(TorchFunctionMode):
     through untouched, and what is kept of them are references to their arguments, or with `copies` copies, for models
     that write into them later. With `weights_of`, only what it says is recorded. layers: the calls that are kept; of
     others only that they were made; tower: the module whose calls alone are kept and explained. compared: whether what
-    is needed to compare the pass with another is kept.
+    is needed to compare the pass with another is kept. keep: what else of every call, its values or its block.
     """
 
     def __init__(
@@ -196,6 +205,7 @@ class Recorder(TorchFunctionMode):
         compared: bool = False,
         copies: bool = False,
         tower: str | None = None,
+        keep: Keep | None = None,
     ) -> None:
         super().__init__()
         self._layers, self._weights_of, self._compared, self._copies = layers, weights_of, compared, copies
@@ -205,6 +215,8 @@ class Recorder(TorchFunctionMode):
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._model = model
         self._labels = Labels()
+        self._values = gradients or keep is not None
+        self._keeps_values = keep is not None
         self.by_hand = WeightsByHand(self._labels)
         self._running, self._visits, self._visited = [""], [0], 0
         self._seen: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
@@ -213,6 +225,7 @@ class Recorder(TorchFunctionMode):
         self._over = False
         self.unwatched: str | None = None
         self.recording = Recording(random_state=torch.get_rng_state(), assumed=weights_of is not None, tower=tower)
+        self._follower = Follower(self._labels, self.recording) if keep == "block" else None
         self._depths: list[int] = []
         self._latest = 0  # the bit of the last call so far that is explained
 
@@ -252,8 +265,10 @@ class Recorder(TorchFunctionMode):
         """Say that the pass is over: what follows is the target, in which nothing attends. Notes what was read."""
         self.recording.returned = [self._labels.of(x) for x in tensors_in(output)]
         self.recording.read = self._labels.of_all(output)
+        if self._follower is not None and not self._over:
+            self._follower.returned(output)
         if not self._over:
-            self.recording.live = 0 if self.recording.assumed else reached(self.recording, self.recording.read)
+            self.recording.live = 0 if self.recording.assumed else self.recording.reached(self.recording.read)
         self._over = True
 
     def _enter_module(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -302,7 +317,7 @@ class Recorder(TorchFunctionMode):
         attending = None if self._over or self._weights_of else self._attending(func, args, kwargs)
         if attending is not None:
             return self._attend(attending, func, args, kwargs)
-        output = func(*args, **kwargs)
+        output = func(*args, **kwargs) if self._follower is None else self._follower.call(func, args, kwargs)
         label = self._labels.pass_on(func, args, kwargs, output)
         if not self._over:
             self._refuse_chance(func, args, kwargs)
@@ -345,6 +360,9 @@ class Recorder(TorchFunctionMode):
         if self._compared:
             self.recording.outputs.append(main.detach().clone())
         kept = self._keep(call, main, attending.labels)
+        number = len(self.recording.calls) - 1
+        if self._follower is not None and not isinstance(self.recording.calls[number], LeftOut):
+            self._follower.start(number, call, kept, self.recording.fed[number])
         return (kept, *output[1:]) if attending.in_tuple else kept
 
     def _begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -402,13 +420,11 @@ class Recorder(TorchFunctionMode):
             recording.digests.append(
                 {name: digest(x) for name in ("q", "k", "v") if (x := getattr(call, name, None)) is not None}
             )
-        call = self._own(call)
-        if self._outputs is None:
-            recording.calls.append(replace(call, v=None))
-        else:
+        call = replace(self._own(call), keeps_values=self._keeps_values)
+        recording.calls.append(call if self._values else replace(call, v=None))
+        if self._outputs is not None:
             if not torch.is_grad_enabled():
                 self.unwatched = self.unwatched or call.module
-            recording.calls.append(call)
             # Where no parameter takes part in gradients, the first call's output begins the graph.
             self._outputs.append(output if output.requires_grad else output.requires_grad_())
             self._watch(output)
@@ -427,7 +443,7 @@ class Recorder(TorchFunctionMode):
         """The call with tensors that the model cannot overwrite, or that are watched for it."""
         names = ("q", "k", "mask", "v") if isinstance(call, FusedCall) else ("weights", "v")
         copies: dict[str, torch.Tensor] = {}
-        for name in names if self._outputs is not None else names[:-1]:
+        for name in names if self._values else names[:-1]:
             if (x := getattr(call, name)) is None:
                 continue
             if self._copies or x.untyped_storage().data_ptr() in self._buffers:
@@ -476,6 +492,8 @@ class Recorder(TorchFunctionMode):
         calls = self.recording.calls
         for number in numbers & set(range(len(calls))):
             calls[number] = LeftOut(calls[number].module, calls[number].extent)
+        if self._follower is not None:
+            self._follower.forget(numbers)
 
     def choose_layers(self) -> None:
         """Once all calls are made, let go of the rest that was not asked for.
@@ -489,6 +507,18 @@ class Recorder(TorchFunctionMode):
                 f"{count - 1}"
             )
         self._leave_out(self._of_depths(set(range(count)) - set(range(count)[self._layers])))
+
+    def find_blocks(self) -> None:
+        """Give every call that is kept and explained the block around it, if that was asked for.
+
+        Raises ValueError that names the step that was not found, and the module.
+        """
+        calls = self.recording.calls
+        for number in self.recording.explained if self._follower is not None else ():
+            call = calls[number]
+            if not isinstance(call, LeftOut):
+                assert self._follower is not None
+                calls[number] = replace(call, around=self._follower.found(number))
 
     def _check_room(self, call: WeightedSum) -> None:
         """Refuse weights of all layers, which models that compute their own attention give, where they cannot fit."""
@@ -511,7 +541,7 @@ class Recorder(TorchFunctionMode):
         recording = self.recording
         nothing = [None] * len(self._outputs)
         gradients = torch.autograd.grad(target, self._outputs, allow_unused=True) if target.requires_grad else nothing
-        below = reached(recording, recording.read)
+        below = recording.reached(recording.read)
         for call, gradient, fed in zip(recording.calls, gradients, recording.fed, strict=True):
             if gradient is None and below & fed.bit:
                 where = (
@@ -546,14 +576,6 @@ def within(module: str, tower: str) -> bool:
     return f".{tower}." in f".{module}."
 
 
-def reached(recording: Recording, label: int) -> int:
-    """A label with the labels of all that its calls were fed by, down to the inputs."""
-    for fed in reversed(recording.fed):
-        if label & fed.bit:
-            label |= fed.queries | fed.keys | fed.values
-    return label
-
-
 def digest(x: torch.Tensor) -> torch.Tensor:
     """(..., PROJECTIONS + 1): a few random projections of each vector along the last axis, and its length."""
     generator = torch.Generator().manual_seed(x.shape[-1])
@@ -574,16 +596,18 @@ def record(
     copies: bool = False,
     tower: str | None = None,
     rules: str | None = None,
+    keep: Keep | None = None,
 ) -> tuple[Recording, Any]:
     """Run the model once; the recording and the model's output.
 
     target: gives the scores (example,) of the model's output whose sum is differentiated with respect to what every
     call returned; each call then keeps the gradient of its own example's target. Without one no gradients are computed.
     Parameters' gradients are left as they were. rules: a set of `RULES`, by which gradients are taken. layers,
-    weights_of, compared, copies, tower: see `Recorder`. A model that writes into what was kept runs once more, and
-    copies are kept.
+    weights_of, compared, copies, tower, keep: see `Recorder`. A model that writes into what was kept runs once more,
+    and copies are kept.
 
-    Raises ValueError if no attention call was seen, and where the graph of gradients is cut.
+    Raises ValueError if no attention call was seen, where the graph of gradients is cut, and where a block that was
+    asked for is not found.
     """
     if target is not None and any(parameter.is_inference() for parameter in model.parameters()):
         raise ValueError(
@@ -592,6 +616,7 @@ def record(
         )
     state = torch.get_rng_state()
     settings: dict[str, Any] = {"layers": layers, "weights_of": weights_of, "compared": compared, "tower": tower}
+    settings["keep"] = keep
     recorder = Recorder(model, gradients=target is not None, copies=copies, **settings)
     settings["rules"] = rules
     with torch.inference_mode(False), torch.set_grad_enabled(target is not None), eagerly():
@@ -613,6 +638,7 @@ def record(
         if recorder.overwritten() and not copies:
             torch.set_rng_state(state)
             return record(model, args, kwargs, target, copies=True, **settings)
+        recorder.find_blocks()
         if scores is not None:
             recorder.backward(scores.sum())
     return recorder.recording, output

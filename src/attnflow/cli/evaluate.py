@@ -60,8 +60,8 @@ def evaluate(
         Names with commas between them; by default all that are for such data. For both: blank-out, signed-blank-out,
         gradient, deletion, least-first-deletion, deletion-gap. For texts: blank-out-kendall, gradient-kendall,
         comprehensiveness, sufficiency, aopc, log-odds. For photographs: insertion, positive-perturbation,
-        negative-perturbation; with masks pixel-accuracy, mean-iou, average-precision, pixel-auc, pointing-game. On request only:
-        randomised-weights.
+        negative-perturbation; with masks pixel-accuracy, mean-iou, average-precision, pixel-auc, pointing-game. On
+        request only: randomised-weights.
     target
         The class explained: predicted, label, or its index.
     layer

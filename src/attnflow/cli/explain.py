@@ -50,8 +50,9 @@ class Options:
     """One head of the explained layer instead of the fusion of all."""
     head_fusion: Literal["mean", "max", "min"] = "mean"
     """How heads become one matrix."""
-    residual: float | None = None
-    """The weight of the identity in each layer; by default 0.5, and 0 for raw attention."""
+    residual: float | Literal["add", "measured"] | None = None
+    """What a position keeps of itself in each layer: a weight of the identity (0.5 of attention), "add" for the whole
+    identity beside the edges, or "measured" of the model; by default what the method asks for, 0 for raw attention."""
     receptive_field: Annotated[bool, Parameter(negative=())] = False
     """Divide by what each token's place alone would explain, if attention were even; for causal models."""
     words: Annotated[bool, Parameter(negative=())] = False
@@ -264,6 +265,7 @@ def _run(model: Any, inputs: Any, options: Options, *, tokenizer: Any = None, **
     from attnflow.explaining import captured
 
     settings |= {"tokenizer": tokenizer} | ({} if options.rules is None else {"rules": options.rules})
+    settings |= {"keep": "block"} if options.residual == "measured" else {}
     trace, target = captured(model, inputs, _methods(options), _target(options), settings)  # pyright: ignore[reportArgumentType]
     return Run(trace, model, inputs, target, tokenizer)
 

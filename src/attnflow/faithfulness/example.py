@@ -163,12 +163,19 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
             raise ValueError("the example has no label; give one, or target='predicted'")
         target = int(label)
     inputs = model_inputs(content, model, plan.tokenizer)
-    trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target)
+    keep = "block" if any(_looks_at_blocks(name, plan) for name in plan.methods) else None
+    trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target, keep=keep)
     if not callable(target) and trace.target is not None:
         target = trace.target["target"]
     positions, scores = _scores(model, inputs, trace, target, plan)
     inside = np.asarray(data[2]) != 0 if len(data) > 2 else None
     return Example(plan, model, inputs, trace, target, positions, scores, inside)
+
+
+def _looks_at_blocks(name: str, plan: Plan) -> bool:
+    """Whether a method looks at the block around attention, by itself or as its settings say."""
+    measured = plan.settings.get(name, {}).get("residual") == "measured"
+    return measured or (name in METHODS and "block" in METHODS[name].needs)
 
 
 def model_inputs(content: Any, model: torch.nn.Module, tokenizer: Any) -> baselines.Inputs:

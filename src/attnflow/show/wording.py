@@ -117,9 +117,9 @@ def caption(relevance: Relevance) -> str:
     parts = [method_and_query(relevance), layers(relevance)]
     if (mixers := unseen_mixers(relevance)) is not None:
         parts.append(f"{mixers} mixes positions unseen")
-    if settings.get("residual") is not None:
-        kept = settings["residual"]
-        parts.append(f"residual {kept}" if isinstance(kept, str) else f"residual {kept:g}")
+    if (residual := settings.get("residual")) is not None:
+        said = {"add": "added", "measured": "as measured"}
+        parts.append(f"residual {said[residual] if residual in said else format(residual, 'g')}")
     if settings.get("head") is not None:
         parts.append(f"head {settings['head']}")
     if settings.get("head_fusion") is not None:

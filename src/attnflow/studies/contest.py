@@ -24,8 +24,8 @@ GRADIENTS = ("gradient-norm", "gradient-sum", "gradient-x-input")
 
 
 def traced(model: torch.nn.Module, inputs: Inputs, target: Any, tokenizer: Any = None) -> Trace:
-    """The trace of one example, with the gradients of a target that some methods weigh their edges with."""
-    return capture(model, inputs, tokenizer=tokenizer, target=target)
+    """The trace of one example, with the gradients of a target and the blocks that some methods look at."""
+    return capture(model, inputs, tokenizer=tokenizer, target=target, keep="block")
 
 
 def methods(
