@@ -109,7 +109,7 @@ def test_patches_have_places_and_prefix_tokens_names(family):
     assert trace.roles == ("prefix",) * len(prefix) + ("patch",) * (rows * columns)
     assert trace.tokens[len(prefix) + columns] == "1,0"
     if family == "timm_deit_distilled":
-        assert (trace.reads, trace.readout) == ((0, 1), None)
+        assert (trace.reads, trace.readout) == ((0, 1), (0, 1))
     else:
         assert trace.readout == 0
 

@@ -129,7 +129,7 @@ def test_gradient_flow(example):
 @pytest.mark.parametrize("carry", ["product", "flow"])
 def test_gradient_edges_half_and_half(example, carry):
     layers = [0.5 * np.eye(len(edges)) + 0.5 * edges / edges.max() for edges in moved(example)]
-    given = Trace.from_arrays(layers)
+    given = Trace.from_arrays(layers, edges=True)
     expected = reference.rollout(layers[-1][:1], layers[:-1]) if carry == "product" else by_igraph(layers, 0)
     example.check(relevance(given, edges="attention", carry=carry, query=0, residual=0).scores, expected)
 

@@ -119,10 +119,10 @@ def test_an_answer_ends_with_its_end_of_sequence(of_the_model):
 @pytest.mark.parametrize("whole", [int, np.int64, torch.tensor])
 def test_numbers_of_numpy_and_torch_are_numbers(whole):
     model, inputs = built(llama, "sdpa")
-    free = capture(model, inputs, generate=6)
-    assert [trace.tokens for trace in capture(model, inputs, generate=whole(6))] == [trace.tokens for trace in free]
+    free = capture_batch(model, inputs, generate=6)
+    assert [trace.tokens for trace in capture_batch(model, inputs, generate=whole(6))] == [trace.tokens for trace in free]
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": whole(int(free[0].tokens[8]))}
-    assert capture(model, inputs, generate=settings)[0].tokens == free[0].tokens[:9]
+    assert capture_batch(model, inputs, generate=settings)[0].tokens == free[0].tokens[:9]
     ids = [whole(int(token)) for token in free[0].tokens[:4]]
     assert capture(model, {"input_ids": ids}).tokens == free[0].tokens[:4]
 

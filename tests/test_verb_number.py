@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnflow import baselines, capture_batch, cli
+from attnflow import baselines, capture, cli
 from attnflow.faithfulness import metrics
 from attnflow.studies import record
 from attnflow.studies.verb_data import UNKNOWN, lessons, read
@@ -75,7 +75,7 @@ def test_blank_out_and_gradients_are_those_of_the_library(trained, sentences):
         return trained(cases).double().softmax(-1)[:, int(one.plural)].numpy()
 
     np.testing.assert_allclose(found.references[0], np.abs(metrics.blank_out(score, ids.shape[1])), atol=1e-7)
-    trace, inputs = capture_batch(trained.model, ids), {"input_ids": ids}
+    trace, inputs = capture(trained.model, ids), {"input_ids": ids}
     expected = {
         "norm": baselines.gradient_norm(trace, trained.model, inputs, target=lambda out: out[:, 0] - out[:, 1]),
         "norm, of the logit": baselines.gradient_norm(trace, trained.model, inputs),
@@ -90,7 +90,7 @@ def test_blank_out_and_gradients_are_those_of_the_library(trained, sentences):
 
 def test_the_gradient_of_the_difference_ranks_words_as_that_of_the_probabilities_does(trained, sentences):
     ids = trained.ids([next(one.words for one in sentences.test if len(one.words) > 4)])
-    trace, inputs = capture_batch(trained.model, ids), {"input_ids": ids}
+    trace, inputs = capture(trained.model, ids), {"input_ids": ids}
     of_chances = baselines.gradient_norm(
         trace, trained.model, inputs, target=lambda out: out.softmax(-1)[:, 0] - out.softmax(-1)[:, 1]
     ).row
