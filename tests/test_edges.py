@@ -23,6 +23,9 @@ from families import FAMILIES
 
 REVIEW = "A gripping, often funny film about nothing much at all."
 
+# Methods that look at the block around attention have tests of their own (test_blocks.py).
+WITHOUT_BLOCK = [name for name, row in METHODS.items() if "block" not in row.needs]
+
 
 class Known(NamedTuple):
     """A trace, and what autograd says of an eager twin of its model, each (layer, head, query, key)."""
@@ -214,7 +217,7 @@ def test_edges_to_special_tokens_stay_however_weak():
 def test_more_edges_than_a_quantile_takes():
     """torch.quantile took no more than 16 million numbers for years; 4,100 tokens have as many edges."""
     rows = torch.rand(1, 4100, 4100, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    kept = attention_graph(Trace.from_arrays(rows), residual=0, discard_ratio=0.9, query=range(40)).top(0)
+    kept = attention_graph(Trace.from_arrays(rows, edges=True), residual=0, discard_ratio=0.9, query=range(40)).top(0)
     assert (kept > 0).double().mean() == pytest.approx(0.1, abs=0.01)
 
 
@@ -241,7 +244,7 @@ def test_padding_removed_gives_the_same_as_without():
     model, words = small_bert(), torch.tensor([[2, 5, 6, 7, 8, 3, 0, 0, 0], [2, 9, 10, 11, 12, 13, 14, 15, 3]])
     padded = capture_batch(model, {"input_ids": words, "attention_mask": (words != 0).long()}, target=1)[0]
     alone = capture(model, {"input_ids": words[:1, :6]}, target=1)
-    for name in METHODS:
+    for name in WITHOUT_BLOCK:
         expected = relevance(alone, name).scores
         found = relevance(padded, name).scores
         assert expected.any()
@@ -258,13 +261,13 @@ def test_a_causal_model_never_draws_on_the_future(stories, place):
 
     trace = capture(model, ids, target=one)
     assert len(trace.tokens) > 8
-    for name in METHODS:
+    for name in WITHOUT_BLOCK:
         scores = relevance(trace, name, query=place).scores
         assert scores.any(), name
         assert not scores[:, place + 1 :].any(), name
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", WITHOUT_BLOCK)
 def test_every_layer_is_the_stack_of_single_layers(text, name):
     every = relevance(text.trace, name, layer="all")
     assert every.layers == tuple(range(6))
@@ -272,7 +275,7 @@ def test_every_layer_is_the_stack_of_single_layers(text, name):
         np.testing.assert_allclose(scores, relevance(text.trace, name, layer=layer).scores, rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", WITHOUT_BLOCK)
 def test_one_token(name):
     trace = capture(small_bert(), {"input_ids": torch.tensor([[5]])}, target=0)
     scores = relevance(trace, name).scores
@@ -284,7 +287,7 @@ def test_one_token(name):
 REFUSED = {("swin", "sum"): "a sum over layers needs as many positions in each; there are 32 and 128"}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", WITHOUT_BLOCK)
 @pytest.mark.parametrize("family", ["swin", "timesformer_divided_space_time", "siglip_vision_tower"])
 def test_windows_merged_patches_and_probes(family, name):
     trace = placed(family)
@@ -326,14 +329,14 @@ def test_positions_that_a_layer_does_not_concern_add_nothing_to_a_sum():
     np.testing.assert_allclose(relevance(trace, "legrad").scores[0], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.needs])
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if "gradient" in row.needs])
 def test_a_trace_without_gradients_is_refused(minilm_trace, name):
     with pytest.raises(ValueError, match=r"needs the gradient of a target: capture\(model, inputs, target=...\)"):
         relevance(minilm_trace, name)
 
 
 def test_residual_none_is_what_the_method_asks_for(text):
-    for name in METHODS:
+    for name in WITHOUT_BLOCK:
         np.testing.assert_array_equal(
             relevance(text.trace, name, residual=None, query=0).scores, relevance(text.trace, name, query=0).scores
         )

@@ -120,7 +120,9 @@ def test_an_answer_ends_with_its_end_of_sequence(of_the_model):
 def test_numbers_of_numpy_and_torch_are_numbers(whole):
     model, inputs = built(llama, "sdpa")
     free = capture_batch(model, inputs, generate=6)
-    assert [trace.tokens for trace in capture_batch(model, inputs, generate=whole(6))] == [trace.tokens for trace in free]
+    assert [trace.tokens for trace in capture_batch(model, inputs, generate=whole(6))] == [
+        trace.tokens for trace in free
+    ]
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": whole(int(free[0].tokens[8]))}
     assert capture_batch(model, inputs, generate=settings)[0].tokens == free[0].tokens[:9]
     ids = [whole(int(token)) for token in free[0].tokens[:4]]

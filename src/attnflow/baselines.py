@@ -286,8 +286,8 @@ def _beginning(
     ids: Any = inputs if isinstance(inputs, torch.Tensor) else inputs.get("input_ids")
     if not isinstance(path_from, int) or values.ndim != 3 or ids is None:
         raise ValueError(
-            f"path_from={path_from!r} is no beginning for an input of shape {tuple(values.shape)}: give 'zeros', "
-            "'blur' for an image, the id of a token such as tokenizer.unk_token_id for a text"
+            f"path_from={path_from!r} is no beginning for an input of shape {tuple(values.shape)}: give 'zeros', for "
+            "an image 'blur', for a text the id of a token such as tokenizer.unk_token_id"
         )
     embedding = _embedding(model)
     words = getattr(embedding, "num_embeddings", path_from + 1)
