@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import attnflow
 from attnflow.cli import main
 from attnflow.studies import page, probe, pronouns, retinopathy, stories
+from attnflow.studies.contest import STUDIED
 from attnflow.studies.record import load
 
 
@@ -27,7 +27,7 @@ def study(monkeypatch, capsys, tmp_path):
         record = load(tmp_path / "small" / f"{name}.json")
         assert json.loads(out)["study"] == name
         assert str(data) not in out
-        assert set(attnflow.METHODS) <= {one.method for one in record.standings}
+        assert set(STUDIED) <= {one.method for one in record.standings}
         assert record.words
         return record
 
@@ -82,7 +82,7 @@ def test_retinopathy(study, data, tmp_path):
     written = tmp_path / "small" / "retinopathy"
     sources = Sources()
     sources.feed((written / "index.html").read_text())
-    assert len(sources.found) == 2 * (2 + len(attnflow.METHODS))
+    assert len(sources.found) == 2 * (2 + len(STUDIED))
     assert all((written / source).is_file() for source in sources.found)
     assert f"AUC {quality['disease AUC']:.2f}" in sources.text
     assert "Not a diagnosis" in sources.text

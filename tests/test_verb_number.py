@@ -13,7 +13,7 @@ from attnflow import baselines, capture, cli
 from attnflow.faithfulness import metrics
 from attnflow.studies import record
 from attnflow.studies.verb_data import UNKNOWN, lessons, read
-from attnflow.studies.verb_measure import COLUMN_SUM, GRADIENTS, MEASURED, REFERENCES, correlations, measure
+from attnflow.studies.verb_measure import COLUMN_SUM, GRADIENTS, REFERENCES, STUDIED, correlations, measure
 from attnflow.studies.verb_measure import gradients as input_gradients
 from attnflow.studies.verb_number import CHOSEN
 from attnflow.studies.verb_training import Recipe, load_checkpoint, save_checkpoint, train
@@ -136,10 +136,10 @@ def test_the_command_writes_everything(data, tmp_path, monkeypatch, capsys):
     for by_side in found.tables["correlations"].values():
         for side, by_reference in by_side.items():
             for numbers in by_reference.values():
-                first = {name: numbers[name]["mean"][0] for name in MEASURED}
+                first = {name: numbers[name]["mean"][0] for name in STUDIED}
                 assert first["rollout"] == first["flow"]
                 assert side == "CLS inside" or first["raw"] == first["rollout"]
-                assert all(len(numbers[name]["mean"]) == 6 for name in MEASURED)
+                assert all(len(numbers[name]["mean"]) == 6 for name in STUDIED)
                 assert -1 <= numbers[COLUMN_SUM]["mean"][0] <= 1
     assert all(sentence in (written / "verb-number.md").read_text() for sentence in found.words)
 

@@ -93,7 +93,8 @@ class Example:
             return row.function(removable, self.scores[metric])
         if self.mask is None or self.trace.grid is None:
             raise ValueError(f"{metric} needs images with masks: give data as (pixels, label, mask)")
-        return row.function(removable.reshape(self.trace.grid), self.mask)
+        # A mask says where something is, not for what it speaks: of signed relevance the size is compared with it.
+        return row.function(np.abs(removable).reshape(self.trace.grid), self.mask)
 
 
 def opened(given: Given) -> Opened:

@@ -14,25 +14,27 @@ from attnflow.baselines import BASELINES, Inputs
 from attnflow.capturing import capture
 from attnflow.faithfulness.results import Evaluation, Row, Summary
 from attnflow.graph import LayerChoice
-from attnflow.methods import METHODS, raw, relevance
+from attnflow.methods import raw, relevance
 from attnflow.trace import Grid, Query, Trace
 
 Floats: TypeAlias = NDArray[np.float64]
 Progress: TypeAlias = Callable[[int, int | None], object]
 
+# The methods of the paper, at every layer; the leaderboard has all methods, at the top.
+STUDIED = ("raw", "rollout", "flow")
 GRADIENTS = ("gradient-norm", "gradient-sum", "gradient-x-input")
 
 
 def traced(model: torch.nn.Module, inputs: Inputs, target: Any, tokenizer: Any = None) -> Trace:
-    """The trace of one example, with the gradients of a target and the blocks that some methods look at."""
-    return capture(model, inputs, tokenizer=tokenizer, target=target, keep="block")
+    """The trace of one example, with the gradients of a target."""
+    return capture(model, inputs, tokenizer=tokenizer, target=target)
 
 
 def methods(
     trace: Trace, *, query: Query, layer: LayerChoice, failed: dict[str, str]
 ) -> Iterator[tuple[str, Relevance]]:
-    """Every method of METHODS on a trace, by name; one that cannot be had is left out and its error noted."""
-    for name in METHODS:
+    """Every method of STUDIED on a trace, by name; one that cannot be had is left out and its error noted."""
+    for name in STUDIED:
         try:
             yield name, relevance(trace, name, query=query, layer=layer)
         except ValueError as error:

@@ -18,11 +18,11 @@ import torch
 from attnflow.capturing import huggingface
 from attnflow.capturing.models import load_model
 from attnflow.faithfulness.results import Row, Summary
-from attnflow.methods import METHODS
 from attnflow.show import canvas
 from attnflow.show.colour import PAPER
 from attnflow.studies import stories
 from attnflow.studies.contest import (
+    STUDIED,
     Floats,
     Progress,
     baselines,
@@ -232,7 +232,7 @@ def _rows(number: int, answer: Answer, *, his: bool) -> Iterator[Row]:
     for name, scores in answer.relevance.items():
         for layer, pair in enumerate(scores):
             value = float(np.sign(pair[preferred] - pair[other]) + 1) / 2
-            yield Row(number, name, layer if name in METHODS else None, "pointing-game", value)
+            yield Row(number, name, layer if name in STUDIED else None, "pointing-game", value)
 
 
 def _shown(asked: Model, case: Case, answer: Answer) -> dict[str, Any]:
@@ -242,14 +242,14 @@ def _shown(asked: Model, case: Case, answer: Answer) -> dict[str, Any]:
         "probability": dict(zip(case.pronouns, np.round(answer.probabilities, 6).tolist(), strict=True)),
         "referents": list(case.referents),
         "relevance by layer": {
-            name: np.round(scores, 6).tolist() for name, scores in answer.relevance.items() if name in METHODS
+            name: np.round(scores, 6).tolist() for name, scores in answer.relevance.items() if name in STUDIED
         },
     }
 
 
 def _figure4(figure: Sequence[tuple[Case, Answer]]) -> Any:
     """Layer x referent maps beside bars of the probabilities."""
-    names = [name for name in METHODS if all(name in answer.relevance for _, answer in figure)]
+    names = [name for name in STUDIED if all(name in answer.relevance for _, answer in figure)]
     drawn = canvas.blank(1.7 * len(names) + 2.2, 2.6 * len(figure))
     grid = drawn.subplots(len(figure), len(names) + 1, squeeze=False)
     for panels, (case, answer) in zip(grid, figure, strict=True):
@@ -295,7 +295,7 @@ def _words(
     if len(rates) == 3:
         _, nearer, farther = rates.values()
         even = {name: (nearer[name] + farther[name]) / 2 for name in nearer}
-        best = max((name for name in METHODS if name in even), key=lambda name: even[name])
+        best = max((name for name in STUDIED if name in even), key=lambda name: even[name])
         listed = ", ".join(f"{name} {value:.2f}" for name, value in sorted(even.items(), key=lambda one: -one[1]))
         words.append(
             f"The mean of both sides, where place alone has 0.50: {listed}. That is what a method knows of the model's "
@@ -307,7 +307,7 @@ def _words(
 def _sentence(case: Case, answer: Answer) -> str:
     """What the model and the methods at the top layer say of a case of figure 4."""
     probable = int(np.argmax(answer.probabilities))
-    tops = {name: answer.relevance[name][-1] for name in METHODS if name in answer.relevance}
+    tops = {name: answer.relevance[name][-1] for name in STUDIED if name in answer.relevance}
     pointed = ", ".join(f"{name} points to {case.referents[int(np.argmax(pair))]}" for name, pair in tops.items())
     his, hers = (f"P({word}) = {share:.3g}" for word, share in zip(case.pronouns, answer.probabilities, strict=True))
     return f'"{case.before} ... {case.after}": {his}, {hers}, so {case.referents[probable]}; {pointed}.'

@@ -20,8 +20,8 @@ from attnflow.capturing import demo, vision
 from attnflow.faithfulness.metrics import METRICS, deletion, deletion_gap, insertion
 from attnflow.faithfulness.results import Row, Summary
 from attnflow.faithfulness.score import image_score, remembered
-from attnflow.methods import METHODS
 from attnflow.studies.contest import (
+    STUDIED,
     Floats,
     Progress,
     baselines,
@@ -125,7 +125,7 @@ def study(
         if number < measured:
             rows += _rows(number, probe, pixels, maps)
         if number < limit:
-            drawn = {name: grid for name, grid in maps.items() if name in METHODS or name in DRAWN}
+            drawn = {name: grid for name, grid in maps.items() if name in STUDIED or name in DRAWN}
             shown.append(
                 Explained(one.path, one.grade, int(validated.grade[number]), float(validated.disease[number]), drawn)
             )
@@ -231,7 +231,7 @@ def _words(quality: dict[str, Any], entries: list[Summary], count: int) -> list[
     if not entries:
         return words
     gaps = {one.method: one for one in entries if one.metric == "deletion-gap"}
-    known = {name: one for name, one in gaps.items() if name in METHODS}
+    known = {name: one for name, one in gaps.items() if name in STUDIED}
     best = max(known, key=lambda name: known[name].mean)
     clear = [name for name, one in gaps.items() if one.low > 0]
     return [

@@ -16,8 +16,8 @@ from attnflow.capturing import demo, vision
 from attnflow.faithfulness.metrics import METRICS, correlation
 from attnflow.faithfulness.results import Row, Summary
 from attnflow.graph import LayerChoice
-from attnflow.methods import METHODS
 from attnflow.studies.contest import (
+    STUDIED,
     Floats,
     Progress,
     baselines,
@@ -122,7 +122,7 @@ def _words(measured: dict[str, list[Summary]], flow: dict[str, list[float]]) -> 
         name: {one.layer: one.mean for one in measured[CLS] if (one.method, one.metric) == (name, "pixel-auc")}
         for name in ("rollout", "flow")
     }
-    known = {name: auc[name] for name in METHODS if name in auc}
+    known = {name: auc[name] for name in STUDIED if name in auc}
     free = max(layer for layer, share in enumerate(flow["saturated"]) if layer == 0 or share < 0.5)
     return [
         f"Pixel AUC {CLS}, top layer: {ranked(top)}.",

@@ -20,8 +20,8 @@ from attnflow.faithfulness import loading
 from attnflow.faithfulness.metrics import blank_out, correlation
 from attnflow.faithfulness.results import Row, Summary
 from attnflow.faithfulness.score import text_score
-from attnflow.methods import METHODS
 from attnflow.studies.contest import (
+    STUDIED,
     Floats,
     Progress,
     baselines,
@@ -232,7 +232,7 @@ def _words(
 
     blanked = Condition("blank-out", CLS, OUT)
     rival = means(top(blanked))
-    known = {name: mean for name, mean in rival.items() if name in METHODS}
+    known = {name: mean for name, mean in rival.items() if name in STUDIED}
     best = max(known, key=lambda name: known[name])
     by_max = means(top(blanked._replace(readout=MAX)))
     with_special = means(top(blanked._replace(tokens=IN)))
@@ -240,7 +240,7 @@ def _words(
     return [
         f"The classifier is right on {accuracy:.1%} of the sentences.",
         f"As the paper's script reads it ({PAPERS}), layers 0, 2, 4, 5: "
-        f"{'; '.join(shown(name) for name in METHODS if name in tables[PAPERS])}. The paper, on DistilBERT: {paper}.",
+        f"{'; '.join(shown(name) for name in STUDIED if name in tables[PAPERS])}. The paper, on DistilBERT: {paper}.",
         f"The sum of the gradient over the embedding is at most {sum_of_norm:.0e} of its norm"
         + (
             ": LayerNorm, the first that an embedding meets in BERT as in the paper's DistilBERT, takes off the mean "

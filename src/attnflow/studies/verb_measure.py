@@ -15,6 +15,7 @@ from scipy import stats
 from attnflow.capturing import capture_batch
 from attnflow.faithfulness.results import Evaluation, Row, Summary
 from attnflow.methods import relevance, rollout
+from attnflow.studies.contest import STUDIED
 from attnflow.studies.verb_data import Sentence
 from attnflow.studies.verb_training import Trained
 from attnflow.trace import Trace
@@ -31,7 +32,6 @@ GRADIENTS = ("norm", "norm, of the logit", "|gradient x input|", "|sum|")
 REFERENCES = (BLANK_OUT, *GRADIENTS)
 COLUMN_SUM = "first-layer"
 SIDES: tuple[Side, ...] = ("CLS inside", "CLS outside")
-MEASURED = ("raw", "rollout", "flow")
 BATCH = 16  # sentences; with every word blanked out in turn, at most some 40,000 tokens
 
 
@@ -82,7 +82,7 @@ def scores(trace: Trace) -> dict[Scorer, Floats]:
     The column sum is the attention that a token receives in the first layer from all tokens alike.
     """
     rows: dict[Scorer, Floats] = {}
-    for name in MEASURED:
+    for name in STUDIED:
         found = relevance(trace, name, query=-1, layer="all")
         rows |= {(name, layer): row for layer, (row,) in zip(found.layers, found.every_layer, strict=True)}
     rows[COLUMN_SUM, None] = rollout(trace, layer=0).scores.sum(0)

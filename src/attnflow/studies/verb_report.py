@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attnflow.studies.record import Record
-from attnflow.studies.verb_measure import BLANK_OUT, COLUMN_SUM, GRADIENTS, MEASURED, SIDES
+from attnflow.studies.verb_measure import BLANK_OUT, COLUMN_SUM, GRADIENTS, SIDES, STUDIED
 
 INSIDE, OUTSIDE = SIDES
 NORM, SUM = GRADIENTS[0], GRADIENTS[-1]
@@ -56,9 +56,7 @@ def _on_accuracy(tables: Mapping[str, Any]) -> str:
 
 
 def _on_layer_1(tables: Mapping[str, Any], correlations: Mapping[str, Any]) -> list[str]:
-    reached = {
-        (side, name): _two(correlations[side][BLANK_OUT][name]["mean"][0]) for side in SIDES for name in MEASURED
-    }
+    reached = {(side, name): _two(correlations[side][BLANK_OUT][name]["mean"][0]) for side in SIDES for name in STUDIED}
     papers = {name: _two(means[0]) for name, (means, _) in PAPER[BLANK_OUT].items()}
     first = tables["CLS first"]
     return [
@@ -77,7 +75,7 @@ def _on_depth(tables: Mapping[str, Any], model: str, reference: str, side: str) 
         f"{name} {_two(found[name]['mean'][-1])} [paper {_two(means[-1])}]"
         for name, (means, _) in PAPER[reference].items()
     ]
-    gains = [f"{name} {_gain(tables['depth'][side][reference][name])}" for name in MEASURED]
+    gains = [f"{name} {_gain(tables['depth'][side][reference][name])}" for name in STUDIED]
     return (
         f"Against {_named(reference)}, {side}, the top layer reaches: {', '.join(tops)}. The column sum of the first "
         f"layer alone reaches {_two(found[COLUMN_SUM]['mean'][0])}; depth adds: {', '.join(gains)}."
@@ -87,7 +85,7 @@ def _on_depth(tables: Mapping[str, Any], model: str, reference: str, side: str) 
 def _on_models(tables: Mapping[str, Any]) -> str:
     """How the top layer differs from model to model."""
     rows = {
-        name: ", ".join(f"{method} {_two(found[OUTSIDE][BLANK_OUT][method]['mean'][-1])}" for method in MEASURED)
+        name: ", ".join(f"{method} {_two(found[OUTSIDE][BLANK_OUT][method]['mean'][-1])}" for method in STUDIED)
         for name, found in tables["correlations"].items()
     }
     return (
@@ -142,7 +140,7 @@ def markdown(record: Record) -> str:
             for method in tables["depth"][OUTSIDE][NORM]
         ],
     )
-    shown = [*MEASURED, COLUMN_SUM]
+    shown = [*STUDIED, COLUMN_SUM]
     lines += ["", "## Seeds, mask and training: the last layer, CLS outside", ""]
     lines += _table(
         ["model", "accuracy", *(f"{_named(one)}: {name}" for one in (BLANK_OUT, NORM) for name in shown)],
@@ -177,7 +175,7 @@ def _paper_table(reference: str, correlations: Mapping[str, Any]) -> list[str]:
         for method, found in correlations[side][reference].items():
             cells = [f"{_two(mean)} ± {_two(one)}" for mean, one in zip(found["mean"], found["deviation"], strict=True)]
             rows.append(
-                [f"{side}: {method}", *([*cells, ""] if method in MEASURED else ["", "", "", "", "", "", *cells])]
+                [f"{side}: {method}", *([*cells, ""] if method in STUDIED else ["", "", "", "", "", "", *cells])]
             )
     return _table(["", "L1", "L2", "L3", "L4", "L5", "L6", "no layer"], rows)
 
