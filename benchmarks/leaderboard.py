@@ -1,6 +1,6 @@
 """Which method to believe: all methods and baselines on the same examples, by tests that remove or mark what counts.
 
-python benchmarks/leaderboard.py DATA [--texts 200] [--photographs 30] [--deletions 8] [--output docs/leaderboard.md] [--keep FOLDER]
+python benchmarks/leaderboard.py DATA [--texts 200] [--photographs 30] [--deletions 8] [--keep FOLDER] [--output PAGE]
 
 DATA: the folder with sst2/ (dev.tsv), adapters/ and weizmann_horses/ (images and masks). Texts: MiniLM with the SST-2
 adapter, the class predicted; photographs: DINOv2-small (fine-tuned for saliency), the norm of [CLS]. The read-out
@@ -147,8 +147,8 @@ signed changes; deletion-gap: deleting the least relevant first less deleting th
 
 ## What a ViT sees in a photograph
 
-DINOv2-small fine-tuned for saliency, photographs of horses, the norm of [CLS]. pixel-auc: does the size of relevance find
-the horse ({len({row.example for row in found.rows})} photographs).
+DINOv2-small fine-tuned for saliency, photographs of horses, the norm of [CLS]. pixel-auc: does the size of relevance
+find the horse ({len({row.example for row in found.rows})} photographs).
 
 {table(found, ("pixel-auc",))}
 
