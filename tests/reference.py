@@ -173,8 +173,9 @@ def gmar(weights, gradients):
 def without_weakest(edges, ratio, spared):
     """The edges with this share of all set to 0, the weakest first, but for those to the keys `spared`."""
     result = edges.copy()
-    weakest = sorted((edges[i, j], i, j) for i, j in np.ndindex(edges.shape) if j not in spared)
-    for _, i, j in weakest[: int(ratio * edges.size)]:
+    visible = [(edges[i, j], i, j) for i, j in np.ndindex(edges.shape) if edges[i, j] > 0]
+    weakest = sorted(edge for edge in visible if edge[2] not in spared)
+    for _, i, j in weakest[: int(ratio * len(visible))]:
         result[i, j] = 0
     return result
 

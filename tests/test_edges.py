@@ -275,6 +275,7 @@ def test_every_layer_is_the_stack_of_single_layers(text, name):
         np.testing.assert_allclose(scores, relevance(text.trace, name, layer=layer).scores, rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.filterwarnings("ignore:every score")  # of one token that speaks against the target
 @pytest.mark.parametrize("name", WITHOUT_BLOCK)
 def test_one_token(name):
     trace = capture(small_bert(), {"input_ids": torch.tensor([[5]])}, target=0)
@@ -340,3 +341,27 @@ def test_residual_none_is_what_the_method_asks_for(text):
         np.testing.assert_array_equal(
             relevance(text.trace, name, residual=None, query=0).scores, relevance(text.trace, name, query=0).scores
         )
+
+
+def test_what_a_mask_hides_is_no_edge():
+    """Of a causal model half of the visible edges go, and heads are weighted by gradients of what they may see."""
+    model = FAMILIES["gpt2"]()[0]
+    trace = capture(model, {"input_ids": torch.arange(3, 11)[None]}, target=lambda out: first(out)[:, -1, :5].sum(-1))
+    whole = attention_graph(trace, layer=0, residual=0).top(0)
+    half = attention_graph(trace, layer=0, residual=0, discard_ratio=0.5).top(0)
+    assert int((whole > 0).sum()) == 36
+    assert int((half > 0).sum()) == 18
+    layer = trace.layers[0]
+    visible = np.tril(np.ones((8, 8)))
+    expected = reference.gmar([layer.attention().numpy()], [layer.gradient.of(slice(None)).numpy() * visible])
+    np.testing.assert_allclose(relevance(trace, "gmar", layer=0).scores, expected, atol=1e-6)
+
+
+def first(output):
+    return output if isinstance(output, torch.Tensor) else next(iter(output.values()))
+
+
+def test_scores_of_nothing_but_0_are_told():
+    trace = capture(small_bert(), {"input_ids": torch.arange(3, 11)[None]}, target=lambda out: 0 * out.logits[:, 0])
+    with pytest.warns(UserWarning, match="every score of gradient-sum-over-layers is 0"):
+        relevance(trace, "gradient-sum-over-layers")

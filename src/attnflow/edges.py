@@ -16,6 +16,9 @@ from attnflow.layers import AttentionLike, Weigh
 if TYPE_CHECKING:
     import torch
 
+# Queries whose gradients are looked at together, where all of them are.
+_ROWS = 256
+
 # What a trace must hold for some edges: gradients of a target, `capture(..., target=)`; the values, or the block around
 # each call with them, `capture(..., keep=)`.
 Need: TypeAlias = Literal["gradient", "values", "block"]
@@ -87,14 +90,20 @@ def gradient_weighted_heads(call: AttentionLike, queries: list[int]) -> torch.Te
 
     So their mean is the sum over heads weighted by gradients. Where no gradient is, heads count alike.
     """
-    given = _known(call)
-    heads = given.output.double()
-    # |dO V^T|^2 = trace(dO^T dO V^T V), without the matrix of all pairs.
-    values = given.v.double().repeat_interleave(len(heads) // len(given.v), 0)
-    sizes = ((heads.mT @ heads) * (values.mT @ values)).sum((1, 2)).clamp_min(0).sqrt()
+    sizes = _norms(call)
     shares = sizes * len(sizes) / sizes.sum() if bool(sizes.sum() > 0) else sizes.new_ones(len(sizes))
     weights = call.attention(queries)
     return weights * shares.to(weights)[:, None, None]
+
+
+def _norms(call: AttentionLike) -> torch.Tensor:
+    """(head,): the Euclidean norm of the gradient of each head over all that its queries may see."""
+    import torch
+
+    rows = range(call.shape[1])
+    parts = [list(rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
+    squares = [(_gradient(call, part) * call.visible(part)).double().square().sum((1, 2)) for part in parts]
+    return torch.stack(squares).sum(0).sqrt()
 
 
 def _gradient(call: AttentionLike, queries: list[int]) -> torch.Tensor:

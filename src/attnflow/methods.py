@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
@@ -139,6 +140,8 @@ def relevance(
     name = method if edges is None and carry is None and method else f"{row.edges} by {row.carry}"
     carried = carrier.carry(graph, progress)
     found = relevance_of(name, graph, carried.scores, rows=carrier.rows)
+    if not found.scores.any():
+        warnings.warn(f"every score of {name} is 0: nothing that was explained draws on these layers", stacklevel=2)
     if receptive_field:
         even = carrier.carry(graph.uniform(), progress)
         found = found.by_receptive_field(relevance_of(name, graph, even.scores, rows=carrier.rows))

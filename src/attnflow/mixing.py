@@ -168,15 +168,16 @@ class Transition:
 
     @cached_property
     def _weakest(self) -> float:
-        """The least edge that is not discarded, of those that may be."""
+        """The least edge that is not discarded, of those that may be; what a mask hides is no edge."""
         import torch
 
         plain = Transition(self.layer, self.number, self.edges, Mixing(
             0.0, self.mixing.head_fusion, self.mixing.head, remove_column_mean=self.mixing.remove_column_mean
         ))  # fmt: skip
         edges = plain.matrix()
+        dropped = int(self.mixing.discard_ratio * int((edges > 0).sum()))
+        edges[edges <= 0] = math.inf
         edges[:, list(self.mixing.undiscarded)] = math.inf
-        dropped = int(self.mixing.discard_ratio * edges.numel())
         return float(torch.kthvalue(edges.flatten(), min(dropped + 1, edges.numel())).values)
 
     def _without_weakest(self, rows: torch.Tensor) -> torch.Tensor:
