@@ -10,7 +10,7 @@ from classifiers import small_bert, small_vit, tokenizer
 from families import FAMILIES, images
 
 TEXT = "The keys to the cabinet are on the table."
-GRADIENTS = [name for name, row in METHODS.items() if row.needs]
+GRADIENTS = [name for name, row in METHODS.items() if "gradient" in row.needs]
 WITHOUT = [name for name in METHODS if name not in GRADIENTS]
 FROM_INPUTS = [name for name, row in BASELINES.items() if row.needs == "inputs"]
 
@@ -22,7 +22,7 @@ def bert():
 
 def test_one_method_is_one_answer(bert):
     model, words = bert
-    trace = capture(model, TEXT, tokenizer=words, target="predicted")
+    trace = capture(model, TEXT, tokenizer=words, target="predicted", keep="block")
     for name in METHODS:
         found = explain(model, TEXT, name, tokenizer=words)
         query = {} if found.rows == "target" else {"query": trace.readout}
@@ -36,11 +36,14 @@ def test_several_methods_and_baselines_run_the_model_once_and_once_more_for_each
     explain(model, TEXT, "raw", tokenizer=words)  # the proof of this shape is then known
     runs = []
     hook = model.register_forward_hook(lambda *_: runs.append(1))
-    found = explain(model, TEXT, ["raw", "gradient-flow", "gradient-norm", "random"], tokenizer=words)
+    several = ["raw", "gradient-flow", "gradient-norm", "random"]
+    found = explain(model, TEXT, several, tokenizer=words, target=1)
+    assert len(runs) == 2
+    explain(model, TEXT, several, tokenizer=words)  # looks first whether there are logits
     hook.remove()
     assert list(found) == ["raw", "gradient-flow", "gradient-norm", "random"]
     assert all(isinstance(one, Relevance) for one in found.values())
-    assert len(runs) == 2
+    assert len(runs) == 2 + 3
     np.testing.assert_array_equal(found["raw"].scores, explain(model, TEXT, "raw", tokenizer=words).scores)
 
 

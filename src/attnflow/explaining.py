@@ -60,9 +60,10 @@ def explain(
 
     model, inputs: as `attnflow.capture` takes them, with its settings, such as tokenizer and target.
     method: a name in `METHODS`, or in `BASELINES` of those that need the inputs alone; of several the answer is a
-    dictionary. The model runs once for all methods, and once more for each baseline.
+    dictionary. The model runs once for all methods, and once more for each baseline; once more where no target is given
+    to methods that need one.
     target: of methods that need gradients. Unless told otherwise it is "predicted" of a model that returns logits, and
-    of others the Euclidean norm of what they return at the read-out; then the model runs once more to see which.
+    of others the Euclidean norm of what they return at the read-out.
     query: unless told otherwise the position that the output is read from, or all where it is read from several; all
     for methods that explain the target as a whole.
     The other settings are those of `attnflow.relevance`, and go to every method.
