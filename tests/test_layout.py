@@ -29,9 +29,13 @@ ALLOWED = {
     "routes": {"trace", "answer", "graph", "methods", "propagate"},
     "baselines": {"trace", "answer", "capturing"},
     "explaining": {"trace", "answer", "capturing", "graph", "methods", "baselines"},
+    "reporting": {"trace", "answer", "edges", "graph", "methods", "routes", "show"},
     "faithfulness": {"files", "memory", "trace", "answer", "capturing", "graph", "methods", "baselines"},
     "studies": {"files", "trace", "answer", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
-    "cli": {"files", "memory", "trace", "answer", "capturing", "explaining", "methods", "show", "faithfulness", "studies"},
+    "cli": {
+        "files", "memory", "trace", "answer", "capturing", "explaining", "methods", "reporting", "show", "faithfulness",
+        "studies",
+    },  # fmt: skip
     "__main__": {"cli"},
 }
 
