@@ -33,9 +33,18 @@ ALLOWED = {
     "faithfulness": {"files", "memory", "trace", "answer", "capturing", "graph", "methods", "baselines"},
     "studies": {"files", "trace", "answer", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
     "cli": {
-        "files", "memory", "trace", "answer", "capturing", "explaining", "methods", "reporting", "show", "faithfulness",
+        "files",
+        "memory",
+        "trace",
+        "answer",
+        "capturing",
+        "explaining",
+        "methods",
+        "reporting",
+        "show",
+        "faithfulness",
         "studies",
-    },  # fmt: skip
+    },
     "__main__": {"cli"},
 }
 

@@ -19,7 +19,15 @@ from attnflow.trace import Trace
 
 ROUTES = 5  # tokens to which the routes from the read-out are worked out, and routes to each
 _CARRIERS = ("product", "flow")  # whose edges a graph can be drawn of
-_GRAPH_SETTINGS = ("start_layer", "head", "head_fusion", "residual", "row_normalised", "discard_ratio", "remove_column_mean")  # fmt: skip
+_GRAPH_SETTINGS = (
+    "start_layer",
+    "head",
+    "head_fusion",
+    "residual",
+    "row_normalised",
+    "discard_ratio",
+    "remove_column_mean",
+)
 
 
 def report(
@@ -78,7 +86,7 @@ def graph_of(trace: Trace, relevances: Sequence[Relevance]) -> Graph:
     lowest = top - len(below)
     return Graph(
         layers=layers,
-        numbers=range(lowest, top + 1),
+        numbers=tuple(range(lowest, top + 1)),
         tokens=graph.tokens,
         edges=Method(chosen.edges, "product", "", graph.settings).formula,
         routes=list(_routes(trace, chosen, _query(trace, relevances[0]), layers, lowest)),
@@ -96,7 +104,12 @@ def _choice(trace: Trace, relevances: Sequence[Relevance]) -> _Choice:
     for one in relevances:
         name, settings = one.recipe.get("method", ""), one.recipe.get("settings", {})
         row = METHODS.get(name)
-        if row is not None and row.carry in _CARRIERS and not EDGES[row.edges].signed and (trace.target is not None or not row.needs):
+        if (
+            row is not None
+            and row.carry in _CARRIERS
+            and not EDGES[row.edges].signed
+            and (trace.target is not None or not row.needs)
+        ):
             given = {key: settings[key] for key in _GRAPH_SETTINGS if settings.get(key) is not None}
             return _Choice(row.edges, {"layer": one.layers[-1], **given})
     top = max(one.layers[-1] for one in relevances)
@@ -116,9 +129,7 @@ def _query(trace: Trace, relevance: Relevance) -> int:
             return several[0] if several else 0
 
 
-def _routes(
-    trace: Trace, chosen: _Choice, query: int, layers: Sequence[Any], lowest: int
-) -> Iterator[dict[str, Any]]:
+def _routes(trace: Trace, chosen: _Choice, query: int, layers: Sequence[Any], lowest: int) -> Iterator[dict[str, Any]]:
     """Routes and minimum cuts from a query to the tokens that it draws on most, by the product of the edges."""
     carried = layers[-1][query]
     for layer in reversed(layers[:-1]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnflow.answer import Relevance
-from attnflow.files import named, plain, to_json, write_whole
+from attnflow.files import plain, to_json, write_whole
 from attnflow.memory import check_memory
 from attnflow.show.colour import GROUND, PAPER, SIGNED, Ramp, is_signed, rgb
 from attnflow.show.wording import method_and_query, saturation, unseen_mixers, visible, why_zero
@@ -100,8 +99,8 @@ def page(
     size = sum(4 * one.scores.size for one in relevances) * 4 // 3
     if size > LARGEST:
         raise ValueError(
-            f"the page would hold {size / 1e6:.0f} MB of scores, more than the {LARGEST / 1e6:.0f} that a browser opens: "
-            "explain fewer queries or layers, or write .npz"
+            f"the page would hold {size / 1e6:.0f} MB of scores, more than the {LARGEST / 1e6:.0f} that a browser "
+            "opens: explain fewer queries or layers, or write .npz"
         )
     check_memory(4 * size, f"a page with {size / 1e6:.0f} MB of scores", "explain fewer queries or layers")
     title = f"attnflow: {', '.join(dict.fromkeys(visible(_method(one)) for one in relevances))}"
@@ -232,7 +231,7 @@ def _graph(graph: Graph) -> dict[str, Any]:
         layers.append({"shape": edges.shape, "weights": pack(weights), "keys": pack(keys), "kept": kept})
     return {
         "layers": layers,
-        "numbers": graph.numbers,
+        "numbers": list(graph.numbers),
         "tokens": [visible(token) or "␣" for token in graph.tokens],
         "edges": graph.edges,
         "routes": graph.routes,

@@ -120,14 +120,15 @@ function mapSvg(ramps, title, rows, units, ends, notes, theme, image) {
   const places = mapPlaces(rows.length, units.length, rows.map((row) => row.label));
   const { cell, high, left } = places;
   const colour = (score) => (score === 0 ? null : colourOf(ramps, ends, theme.ramp, score));
-  const gap = cell > 8 ? 1 : 0, drawn = [tag("rect", { x: left, width: places.width - left, height: places.height, fill: "url(#hatch)" })];
+  const gap = cell > 8 ? 1 : 0, drawn = [];
   if (image && rows.length * units.length > MOST_CELLS) {
     const href = image(units.length, rows.length, rows.flatMap((row) => Array.from(row.scores, colour)));
+    drawn.push(tag("rect", { x: left, width: places.width - left, height: places.height, fill: "url(#hatch)" }));
     drawn.push(tag("image", { href, x: left, width: places.width - left, height: places.height, preserveAspectRatio: "none", "image-rendering": "pixelated" }));
   } else {
     rows.forEach((row, y) => row.scores.forEach((score, x) => {
-      const fill = colour(score);
-      if (fill) drawn.push(tag("rect", { x: left + cell * x, y: high * y, width: cell - gap, height: high - gap, fill }));
+      const fill = colour(score) ?? "url(#hatch)";
+      drawn.push(tag("rect", { x: left + cell * x, y: high * y, width: cell - gap, height: high - gap, fill }));
     }));
   }
   rows.forEach((row, y) => {
@@ -213,7 +214,10 @@ function graphSvg(graph, title, chosen, theme, notes = null) {
   const places = graphPlaces(graph), { counts, high, x, y } = places;
   const largest = chosen.edges.reduce((most, edge) => Math.max(most, edge.carries), 0) || 1;
   const widest = Math.max(1.2, Math.min(7, 0.3 * high));
-  const line = (layer, query, key, more) => tag("line", { x1: x(layer + 1), y1: y(query), x2: x(layer), y2: y(key), ...more });
+  const line = (layer, query, key, more) => {
+    const right = x(layer + 1), left = x(layer), middle = (left + right) / 2;
+    return tag("path", { d: `M${left} ${y(key)}C${middle} ${y(key)} ${middle} ${y(query)} ${right} ${y(query)}`, fill: "none", ...more });
+  };
   const drawn = [...chosen.edges].sort((a, b) => a.carries - b.carries).map((edge) => {
     const share = Math.sqrt(edge.carries / largest);
     return line(edge.layer, edge.query, edge.key, { stroke: theme.edge, "stroke-width": (0.4 + widest * share).toFixed(2), "stroke-opacity": (0.08 + 0.8 * share).toFixed(3), "stroke-linecap": "round" });

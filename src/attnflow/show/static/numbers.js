@@ -308,7 +308,7 @@ function eachEdge(layer, visit) {
 
 /**
  * What each edge carries of what reaches the query, as a product of edges: a list of {layer, query, key, carries} for
- * each layer, the strongest first. query: a position, or -1 for all alike. token: an input position, or -1 for any.
+ * each layer. query: a position, or -1 for all alike. token: an input position, or -1 for any.
  */
 function carriedBy(graph, query, token) {
   const top = graph.layers.length - 1;
@@ -331,29 +331,24 @@ function carriedBy(graph, query, token) {
       if (carries > 0) edges.push({ layer: at, query: from, key: to, carries });
     });
     reach = above;
-    return edges.sort((a, b) => b.carries - a.carries);
+    return edges;
   });
 }
 
-const MOST_EDGES = 600; // of a layer; more are a blot, and slow
+const MOST_EDGES = 5000; // more are a blot, and slow
 
-/** The strongest edges of each layer that together carry a share of what the layer carries; and the share they do. */
+/** The strongest edges of all layers that together carry a share of what all carry; the share they do, and the least. */
 function strongest(layers, share) {
-  let drawn = 0, all = 0;
-  const edges = layers.flatMap((layer) => {
-    const whole = sum(layer.map((edge) => edge.carries));
-    const some = [];
-    let carried = 0;
-    for (const edge of layer) {
-      if (carried >= share * whole || some.length >= MOST_EDGES) break;
-      some.push(edge);
-      carried += edge.carries;
-    }
-    drawn += carried;
-    all += whole;
-    return some;
-  });
-  return { edges, share: all ? drawn / all : 0 };
+  const all = layers.flat().sort((a, b) => b.carries - a.carries);
+  const whole = sum(all.map((edge) => edge.carries));
+  const edges = [];
+  let carried = 0;
+  for (const edge of all) {
+    if (carried >= share * whole || edges.length >= MOST_EDGES) break;
+    edges.push(edge);
+    carried += edge.carries;
+  }
+  return { edges, share: whole ? carried / whole : 0, least: edges.length ? edges[edges.length - 1].carries : 0 };
 }
 
 // ---------------------------------------------------------------- files

@@ -25,9 +25,10 @@ function startPage() {
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const theme = () => (dark.matches ? DARK : LIGHT);
   const where = byId("where"), panel = byId("panel"), controls = byId("controls"), tabs = byId("tabs");
+  const SHARE = data.graph && data.graph.tokens.length > 60 ? 0.5 : 0.8;  // of many tokens fewer edges are read
   let cursor = null;  // the position that the keys are at
 
-  const state = { method: 0, layer: 0, query: -1, words: false, drop: [], view: "", search: "", opacity: 0.65, top: 1, grid: false, token: -1, share: 0.8, route: -1, cut: false };
+  const state = { method: 0, layer: 0, query: -1, words: false, drop: [], view: "", search: "", opacity: 0.65, top: 1, grid: false, own: null, token: -1, share: SHARE, route: -1, cut: false };
 
   const answer = () => data.answers[state.method];
   const queries = () => queriesOf(answer(), state.words);
@@ -65,7 +66,7 @@ function startPage() {
     if (state.words) parts.words = 1;
     if (state.drop.length) parts.drop = state.drop.join(",");
     if (state.search) parts.search = state.search;
-    if (state.view === "image") Object.assign(parts, { opacity: state.opacity, top: state.top }, state.grid ? { grid: 1 } : {});
+    if (state.view === "image") Object.assign(parts, { opacity: state.opacity, top: state.top }, state.grid ? { grid: 1 } : {}, state.own === null ? {} : { own: Number(state.own) });
     if (state.view === "graph") Object.assign(parts, { token: state.token, share: state.share, route: state.route }, state.cut ? { cut: 1 } : {});
     return `#${new URLSearchParams(parts)}`;
   }
@@ -90,8 +91,9 @@ function startPage() {
     state.opacity = number("opacity", 0, 1, 0.65);
     state.top = number("top", 0.05, 1, 1);
     state.grid = parts.get("grid") === "1";
+    state.own = parts.has("own") ? parts.get("own") === "1" : null;
     state.token = Math.trunc(number("token", -1, Infinity, -1));
-    state.share = number("share", 0.05, 1, 0.8);
+    state.share = number("share", 0.05, 1, SHARE);
     state.route = Math.trunc(number("route", -1, Infinity, -1));
     state.cut = parts.get("cut") === "1";
     settle();
@@ -207,7 +209,7 @@ function startPage() {
   function say(unit, digits) {
     if (!unit) return;
     const one = answer();
-    where.textContent = `${unit.label} at ${placeWords(unit.at)}: ${numberOf(unit.score, digits, one.signed)}, ${percent(unit.share)} of the row, rank ${unit.rank} of ${one.words && state.words ? unitsOf(one, true).length : one.tokens.length}`;
+    where.textContent = `${one.roles[unit.at] === "patch" ? "" : `${unit.label} at `}${placeWords(unit.at)}: ${numberOf(unit.score, digits, one.signed)}, ${percent(unit.share)} of the row, rank ${unit.rank} of ${one.words && state.words ? unitsOf(one, true).length : one.tokens.length}`;
   }
 
   /** The place of a token, and of a patch its frame, row and column. */
@@ -307,11 +309,11 @@ function startPage() {
 
   function drawTokens(row) {
     const one = answer(), scores = row.shown.map((unit) => unit.score), ends = textScale(scores, one.signed);
-    const notes = notesOf(one, state.layer, scores, ends, row.shown, sum(row.units.map((unit) => unit.score)));
+    const notes = [...notesOf(one, state.layer, scores, ends, row.shown, sum(row.units.map((unit) => unit.score))), ...dropped(row)];
     const title = titleOf(one, state, row.queries);
     return {
       elements: [tokenList(row.shown, ends, `Tokens by their relevance: ${title}`), scaleLine(ends, theme().ramp)], notes,
-      svg: () => tokensSvg(data.ramps, title, row.shown, ends, [...notes, ...dropped(row)], LIGHT),
+      svg: () => tokensSvg(data.ramps, title, row.shown, ends, notes, LIGHT),
     };
   }
 
@@ -332,7 +334,7 @@ function startPage() {
       : row.queries.map((query, at) => ({ label: query.label, units: line({ query: at }), chosen: at === state.query, change: { query: at } }));
     const rows = lines.map((each) => ({ ...each, scores: each.units.map((unit) => unit.score) }));
     const scores = rows.flatMap((each) => each.scores), ends = scale(scores, one.signed);
-    const notes = notesOf(one, state.layer, scores, ends, row.shown, sum(row.units.map((unit) => unit.score)));
+    const notes = [...notesOf(one, state.layer, scores, ends, row.shown, sum(row.units.map((unit) => unit.score))), ...dropped(row)];
     const of = byLayer ? `${one.method}, ${queryWords(one, row.queries, state.query)}, every layer; layer ${one.layers[0]} at the foot` : `${one.method}, every query, layer ${one.layers[0]}`;
     const picture = (how) => mapSvg(data.ramps, of, rows, row.shown, ends, [], how, raster);
     const drawing = drawnFrom(picture(theme()));
@@ -360,7 +362,7 @@ function startPage() {
       event.preventDefault();
       set(rows[Math.min(rows.length - 1, Math.max(0, at < 0 ? 0 : at + way))].change);
     });
-    return { elements: [scroll], notes, svg: () => mapSvg(data.ramps, of, rows, row.shown, ends, [...notes, ...dropped(row)], LIGHT, raster) };
+    return { elements: [scroll], notes, svg: () => mapSvg(data.ramps, of, rows, row.shown, ends, notes, LIGHT, raster) };
   }
 
   /** Many cells as one picture. */
@@ -379,24 +381,36 @@ function startPage() {
   function drawImage(row) {
     const mine = answer(), frames = mine.grid.length === 3 ? mine.grid[0] : 1;
     const photograph = frames === 1 ? data.photograph : null;
-    // Other methods' maps of the same patches stand beside it, of the same query and layer where they have them.
     const at = queries()[state.query]?.at;
-    const others = data.answers.filter((other) => other === mine || (String(other.grid) === String(mine.grid) && String(other.tokens) === String(mine.tokens)));
-    const maps = others.map((one) => {
-      const query = one === mine ? state.query : queriesOf(one, false).findIndex((each) => each.at === at);
+    // Other methods' maps of the same patches stand beside it, of the same query; and of the same layer if they have it.
+    const queryOf = (one) => {
+      if (one === mine) return state.query;
+      if (one.rows === "target") return 0;
+      if (mine.rows === "target") return one.queries.indexOf(data.start.query);
+      return state.query < 0 ? (String(one.queries) === String(mine.queries) ? -1 : null) : one.queries.indexOf(at);
+    };
+    const alike = data.answers.filter((one) => one === mine || (String(one.grid) === String(mine.grid) && String(one.tokens) === String(mine.tokens)));
+    const has = (one) => one === mine || mine.rows === "target" || (queryOf(one) !== null && (queryOf(one) >= 0 || state.query < 0));
+    const without = alike.filter((one) => !has(one)).map((one) => one.method);
+    const maps = alike.filter(has).map((one) => {
+      const query = queryOf(one);
       const same = one.layers.indexOf(mine.layers[state.layer]), layer = same < 0 ? one.layers.length - 1 : same;
       const all = scoresOf(one, layer, rowsOf(one, queriesOf(one, one === mine && state.words), query));
       const name = titleOf(one, { ...state, layer, query }, queriesOf(one, one === mine && state.words));
       return { one, name, scores: patchPositions(one).map((place) => all[place]) };
     });
     const signed = maps.some(({ one }) => one.signed);
-    const ends = narrowed(patchScale(maps.flatMap((map) => map.scores), signed), state.top);
+    const common = patchScale(maps.flatMap((map) => map.scores), signed);
+    // Scores of different sizes, such as shares and flows, would leave one map without a colour.
+    const apart = state.own ?? maps.some((map) => patchScale(map.scores, map.one.signed).high < common.high / 4);
+    for (const map of maps) map.ends = narrowed(apart ? patchScale(map.scores, map.one.signed) : common, state.top);
+    const ends = maps.find((map) => map.one === mine).ends;
     const own = patchPositions(mine), byPlace = new Map(row.units.flatMap((unit) => unit.positions.map((place) => [place, unit])));
-    const digits = decimalsOf(maps[0].scores), settings = { ...state, chosen: own.indexOf(at) };
+    const shown = maps.find((map) => map.one === mine).scores, digits = decimalsOf(shown), settings = { ...state, chosen: own.indexOf(at) };
     const parts = maps.flatMap((map) => [...Array(frames).keys()].map((frame) => {
       const name = frames > 1 ? `${map.name}, frame ${frame}` : map.name;
       const places = patchPlaces(map.one, frame, photograph);
-      return { ...places, map, frame, name, svg: patchesSvg(data.ramps, name, map.one, frame, map.scores, ends, photograph, settings, theme()) };
+      return { ...places, map, frame, name, svg: patchesSvg(data.ramps, name, map.one, frame, map.scores, map.ends, photograph, settings, theme()) };
     }));
     const figures = parts.map((part) => {
       const drawing = drawnFrom(part.svg);
@@ -415,59 +429,66 @@ function startPage() {
         else where.textContent = `${placeWords(own[patch])}: ${numberOf(part.map.scores[patch], digits, ends.signed)} by ${part.map.one.method}`;
       });
       drawing.addEventListener("click", (event) => { const patch = patchAt(event); if (patch >= 0) choose(own[patch]); });
-      return make("figure", {}, make("figcaption", {}, part.name), drawing);
+      return make("figure", {}, make("figcaption", {}, part.name), drawing, apart ? scaleLine(part.map.ends, "ground") : "");
     });
+    const plain = photograph ? [make("figure", {}, make("figcaption", {}, "the photograph"), make("img", { src: photograph.href, alt: "The photograph" }))] : [];
     const rest = row.shown.filter((unit) => unit.role !== "patch");
     const restEnds = textScale(rest.map((unit) => unit.score), mine.signed);
-    const bar = make("div", { className: "bar" },
+    const bar = make("div", { className: "bar" }, ...[
       photograph && range("Opacity of the map", "opacity", 0, 1, 0.05, state.opacity, percent(state.opacity), (opacity) => set({ opacity })),
       range("Upper end of the scale", "top", 0.05, 1, 0.05, state.top, brief(ends.high), (top) => set({ top })),
-      checkbox("grid of patches", "grid", state.grid, (grid) => set({ grid })));
-    const notes = notesOf(mine, state.layer, maps[0].scores, ends, null, sum(row.units.map((unit) => unit.score)));
+      maps.length > 1 && checkbox("one scale for all", "own", !apart, (all) => set({ own: !all })),
+      checkbox("grid of patches", "grid", state.grid, (grid) => set({ grid })),
+    ].filter(Boolean));
+    const notes = notesOf(mine, state.layer, shown, ends, null, sum(row.units.map((unit) => unit.score)));
     if (ends.highest !== null) notes.push(`the colours end at ${brief(ends.high)}; the patch farthest beyond holds ${brief(ends.highest)}`);
-    if (maps.length > 1) notes.push(`${maps.length} maps on one scale`);
+    if (maps.length > 1) notes.push(apart ? `${maps.length} maps, each on a scale of its own` : `${maps.length} maps on one scale`);
+    if (without.length) notes.push(`not of this query: ${without.join(", ")}`);
     const canChoose = own.some((place) => placeOf(place) >= 0) && queries().length > 1;
     if (canChoose) notes.push("click a patch to see where it draws from");
     return {
       elements: [
         rest.length ? tokenList(rest, restEnds, "Tokens that are no patches") : "", bar,
-        make("div", { className: "figures" }, ...figures), scaleLine(ends, "ground"),
+        make("div", { className: "figures" }, ...plain, ...figures), apart ? "" : scaleLine(ends, "ground"),
       ], notes,
-      svg: () => sheetSvg(data.ramps, titleOf(mine, state, row.queries), parts, ends, notes, LIGHT),
+      svg: () => sheetSvg(data.ramps, titleOf(mine, state, row.queries), parts, apart ? null : ends, notes, LIGHT),
     };
   }
 
   // -------------------------------------------------------------- graph
 
-  /** The position in the graph's top layer of the chosen query; -1 for the mean over all. */
-  function graphQuery() {
+  /** The position in a graph's top layer of the chosen query; -1 for the mean over all. */
+  function graphQuery(graph) {
     const one = answer(), chosen = queries()[state.query];
     if (!chosen || one.rows === "target" || one.rows === "group") return -1;
     const at = one.rows === "generated" ? chosen.at - 1 : chosen.at;
-    return at < data.graph.layers[data.graph.layers.length - 1].shape[0] ? at : -1;
+    return at < graph.layers[graph.layers.length - 1].shape[0] ? at : -1;
   }
 
   let lens = null;  // the part of the graph that is seen, once it was moved
   let carried = {};  // what edges carry, for the pair that it was worked out for last
 
   function drawGraph() {
-    const graph = data.graph, query = graphQuery();
-    const pair = `${query} ${state.token}`;
+    const place = data.graph.numbers.indexOf(answer().layers[state.layer]);
+    const whole = place < 0 || place === data.graph.layers.length - 1;
+    const graph = whole ? data.graph : { ...data.graph, layers: data.graph.layers.slice(0, place + 1), numbers: data.graph.numbers.slice(0, place + 1), routes: [] };
+    const query = graphQuery(graph);
+    const pair = `${place} ${query} ${state.token}`;
     if (carried.pair !== pair) carried = { pair, layers: carriedBy(graph, query, state.token) };
-    const { edges, share } = strongest(carried.layers, state.share);
+    const { edges, share, least } = strongest(carried.layers, state.share);
     const known = graph.routes.find((route) => route.query === query && route.token === state.token);
     const route = known?.paths[state.route]?.steps ?? [];
     const cut = state.cut && known ? known.cut : [];
     const from = query < 0 ? "all alike" : `${shortened(graph.tokens[query] ?? String(query))} at ${query}`;
     const to = state.token < 0 ? "" : ` from ${shortened(graph.tokens[state.token] ?? String(state.token))} at ${state.token}`;
-    const title = `what reaches ${from}${to}`;
+    const title = `what reaches ${from} in layer ${graph.numbers[graph.numbers.length - 1]}${to}`;
     const chosen = { query, token: state.token, edges, route, cut };
     const drawing = drawnFrom(graphSvg(graph, title, chosen, theme()));
     const places = graphPlaces(graph);
-    const whole = { x: 0, y: 0, width: places.width, height: places.height };
+    const all = { x: 0, y: 0, width: places.width, height: places.height };
     // Of many tokens the part around the query is seen first, large enough to be read.
-    const high = Math.min(whole.height, 700), middle = query < 0 ? 0 : places.y(query) - high / 2;
-    const home = { ...whole, y: Math.min(Math.max(0, middle), whole.height - high), height: high };
+    const high = Math.min(all.height, 700), middle = query < 0 ? 0 : places.y(query) - high / 2;
+    const home = { ...all, y: Math.min(Math.max(0, middle), all.height - high), height: high };
     const look = () => { const now = lens ?? home; drawing.setAttribute("viewBox", `${now.x} ${now.y} ${now.width} ${now.height}`); };
     look();
     const zoom = (factor, x = 0.5, y = 0.5) => {
@@ -502,7 +523,7 @@ function startPage() {
       else if (point.x > places.width - places.side - places.step / 3 && row >= 0) choose(answer().rows === "generated" ? row + 1 : row);
     });
     box.addEventListener("keydown", (event) => {
-      const keys = { ArrowLeft: () => pan(-0.1, 0), ArrowRight: () => pan(0.1, 0), ArrowUp: () => pan(0, -0.1), ArrowDown: () => pan(0, 0.1), "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), 0: () => { lens = whole; look(); } };
+      const keys = { ArrowLeft: () => pan(-0.1, 0), ArrowRight: () => pan(0.1, 0), ArrowUp: () => pan(0, -0.1), ArrowDown: () => pan(0, 0.1), "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), 0: () => { lens = all; look(); } };
       if (!keys[event.key]) return;
       event.preventDefault();
       keys[event.key]();
@@ -511,16 +532,16 @@ function startPage() {
     const bar = make("div", { className: "bar" },
       choice("Input token", "token", [[-1, "any"], ...[...Array(inputs).keys()].map((at) => [at, `${shortened(graph.tokens[at] ?? String(at))} at ${at}`])], state.token, (token) => set({ token })),
       range("Share drawn", "share", 0.05, 1, 0.05, state.share, percent(state.share), (value) => set({ share: value })),
-      ...[["Zoom in", () => zoom(1.25)], ["Zoom out", () => zoom(0.8)], ["All", () => { lens = whole; look(); }]]
+      ...[["Zoom in", () => zoom(1.25)], ["Zoom out", () => zoom(0.8)], ["All", () => { lens = all; look(); }]]
         .map(([name, onclick]) => make("button", { type: "button", onclick, dataset: { key: name } }, name)));
     const notes = [
       `edges: ${graph.edges}; drawn by what they carry of what reaches the query, as a product of edges`,
-      `the ${edges.length} edges drawn carry ${percent(share)}`,
+      `the ${edges.length} edges drawn, of ${brief(least)} or more each, carry ${percent(share)}`,
     ];
     const kept = graph.layers.reduce((least, layer) => Math.min(least, layer.kept), 1);
     if (kept < 1) notes.push(`this page holds the strongest edges of each query: at least ${percent(kept)} of the weight of each layer`);
     if (graph.layers.some((layer) => Array.from(layer.weights).some((weight) => weight < 0))) notes.push("edges below 0 are left out");
-    return { elements: [bar, box, routesOf(graph, known)], notes, svg: () => graphSvg(graph, title, chosen, LIGHT, notes) };
+    return { title, elements: [bar, box, routesOf(graph, known)], notes, svg: () => graphSvg(graph, title, chosen, LIGHT, notes) };
   }
 
   /** The strongest routes and the minimum cut of the chosen pair, or for which pairs there are any. */
@@ -530,6 +551,7 @@ function startPage() {
       const pairs = graph.routes.map((route) => `${name(route.token)} at ${route.token}`);
       return make("p", {}, pairs.length
         ? `Routes and minimum cuts of a maximum flow were worked out for the query ${name(graph.routes[0].query)} at ${graph.routes[0].query} and the tokens ${pairs.join(", ")}; of other pairs, ask attnflow.paths and attnflow.min_cut.`
+        : graph.layers.length < data.graph.layers.length ? "Routes and minimum cuts were worked out for the topmost layer alone."
         : "Routes and minimum cuts were not worked out here; ask attnflow.paths and attnflow.min_cut.");
     }
     const top = graph.numbers[graph.numbers.length - 1];
@@ -559,7 +581,7 @@ function startPage() {
     return {
       elements: [make("div", { className: "scroll", tabIndex: 0, role: "group", "aria-label": "Scores, best first" }, make("table", {},
         make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))), make("tbody", {}, ...lines)))],
-      notes: [...more, one.signed ? "share and rank are of sizes, whatever their sign" : null].filter(Boolean), svg: null,
+      notes: [...more, ...dropped(row), ...(one.signed ? ["share and rank are of sizes, whatever their sign"] : [])], svg: null,
     };
   }
 
@@ -607,9 +629,11 @@ function startPage() {
   function exports(svgOf) {
     const name = `attnflow-${answer().method.replace(/[^\w-]+/g, "-")}-${state.view}`;
     const button = (text, onclick) => make("button", { type: "button", onclick, dataset: { key: text } }, text);
-    return make("div", { className: "exports", role: "group", "aria-label": "Save" },
-      svgOf && button("Save SVG", () => download(`${name}.svg`, svgOf(), "image/svg+xml")),
-      svgOf && button("Save PNG", () => png(svgOf(), `${name}.png`)),
+    const pictures = [
+      button("Save SVG", () => download(`${name}.svg`, svgOf(), "image/svg+xml")),
+      button("Save PNG", () => png(svgOf(), `${name}.png`)),
+    ];
+    return make("div", { className: "exports", role: "group", "aria-label": "Save" }, ...(svgOf ? pictures : []),
       button("Scores as JSON", () => download(`${name}.json`, jsonOf(answer()), "application/json")),
       button("Scores as CSV", () => download(`${name}.csv`, csvOf(answer()), "text/csv")));
   }
@@ -619,13 +643,13 @@ function startPage() {
   const drawers = { tokens: drawTokens, image: drawImage, map: drawMap, graph: drawGraph, scores: drawScores, recipe: drawRecipe };
 
   function draw() {
-    const row = current(), { elements, notes, svg: svgOf } = drawers[state.view](row);
+    const row = current(), { title, elements, notes, svg: svgOf } = drawers[state.view](row);
     drawControls(row);
     drawTabs();
-    where.textContent = titleOf(answer(), state, row.queries);
+    where.textContent = title ?? titleOf(answer(), state, row.queries);
     fill(panel, ...elements, exports(svgOf));
     const mixing = answer().mixers ? [`${answer().mixers} mixes positions unseen`] : [];
-    byId("notes").replaceChildren(...[...notes, ...mixing, ...dropped(row)].map((note) => make("li", {}, note)));
+    byId("notes").replaceChildren(...[...notes, ...mixing].map((note) => make("li", {}, note)));
     byId("footer").textContent = "Scores are kept as float32. Nothing here is fetched; the address restores this view.";
   }
 
