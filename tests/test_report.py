@@ -389,7 +389,7 @@ def test_words_and_roles_are_merged_and_left_out_as_in_python(minilm, tmp_path):
 
 def test_what_edges_carry_adds_up_to_rollout(minilm_trace, answers, tmp_path):
     path = attnflow.report(answers, tmp_path / "page.html", trace=minilm_trace)
-    into = """carriedBy(data.graph, 2, TOKEN)[LAYER].reduce((total, edge) => {
+    into = """carriedBy(data.graph, [2], TOKEN)[LAYER].reduce((total, edge) => {
         total[edge.key] = (total[edge.key] ?? 0) + edge.carries; return total; }, Array(12).fill(0))"""
     text = path.read_text()
     rollout = answers[0].scores[-1, 2]
@@ -427,8 +427,8 @@ def test_pictures_are_well_formed_whatever_the_tokens(answers, minilm_trace, pho
             ...(parts.length ? [sheetSvg(data.ramps, answer.title, parts, ends, [], LIGHT)] : []),
         ];
     }).concat(data.graph ? [graphSvg(data.graph, "]]><b>", {
-        query: 0, token: 1, route: [0, 1, 2], cut: [{ layer: 0, query: 1, key: 2 }],
-        edges: strongest(carriedBy(data.graph, 0, 1), 0.9).edges }, LIGHT, ["&"])] : [])"""
+        queries: [0], token: 1, route: [0, 1, 2], cut: [{ layer: 0, query: 1, key: 2 }],
+        edges: strongest(carriedBy(data.graph, [0], 1), 0.9).edges }, LIGHT, ["&"])] : [])"""
     text = attnflow.report(answers, tmp_path / "page.html", trace=minilm_trace).read_text()
     seen = 0
     for source in (text, page([hostile()]), page([photograph[0]], image=photograph[2])):

@@ -37,7 +37,7 @@ def report(
     trace: Trace | None = None,
     image: Any = None,
     command: str | None = None,
-    start: Start = Start(),
+    start: Start | None = None,
 ) -> Path:
     """Write one page of HTML that shows everything about one or several relevances, and works offline.
 
@@ -46,7 +46,7 @@ def report(
     of 0 or more by product or flow, else attention with a residual of 0.5. From the read-out (or the only query) to the
     five tokens that it draws on most, routes and minimum cuts are worked out, which a large graph makes slow.
     image: the photograph that the patches tile, as for an overlay. command: the command line that made the page.
-    start: what is shown first.
+    start: what is shown first; by default the read-out of the trace, if it is one position.
 
     Raises ValueError for no relevance, a suffix that is not .html, scores that are not finite, an image without
     patches, and a trace of other tokens.
@@ -58,6 +58,9 @@ def report(
     if not relevances:
         raise ValueError("no relevance was given; a page shows at least one")
     graph = None if trace is None else graph_of(trace, relevances)
+    if start is None:
+        readout = None if trace is None else trace.readout
+        start = Start(query=readout if isinstance(readout, int) else None)
     return save_page(relevances, path, image=image, graph=graph, command=command, start=start)
 
 

@@ -208,7 +208,7 @@ function graphPlaces(graph) {
 
 /**
  * The graph: tokens down, layers across from the input at the left, edges as wide and as dark as what they carry.
- * chosen: {query, token, edges, route, cut}: a route is the steps of one path, a cut the edges of a minimum cut.
+ * chosen: {queries, token, edges, route, cut}: a route is the steps of one path, a cut the edges of a minimum cut.
  */
 function graphSvg(graph, title, chosen, theme, notes = null) {
   const places = graphPlaces(graph), { counts, high, x, y } = places;
@@ -239,12 +239,12 @@ function graphSvg(graph, title, chosen, theme, notes = null) {
   });
   const size = Math.max(6, Math.min(12, high - 1));
   const names = (count) => (count === graph.tokens.length ? graph.tokens : [...Array(count).keys()].map(String));
-  const column = (labels, at, where, picked) => labels.forEach((text, row) => drawn.push(label(shortened(text), {
+  const column = (labels, at, where, ...picked) => labels.forEach((text, row) => drawn.push(label(shortened(text), {
     x: where, y: y(row) + 0.36 * size, "font-size": size, "text-anchor": at ? "start" : "end",
-    fill: row === picked ? theme.accent : theme.ink, "font-weight": row === picked ? 700 : 400,
+    fill: picked.includes(row) ? theme.accent : theme.ink, "font-weight": picked.includes(row) ? 700 : 400,
   })));
   column(names(counts[0]), 0, x(0) - 8, chosen.token);
-  column(names(counts[counts.length - 1]), 1, x(counts.length - 1) + 8, chosen.query);
+  column(names(counts[counts.length - 1]), 1, x(counts.length - 1) + 8, ...(chosen.queries.length < names(counts[counts.length - 1]).length ? chosen.queries : []));
   return notes === null
     ? svg(places.width, places.height, title, theme, ...drawn)
     : framed(title, notes, places.width, places.height, theme, drawn.join(""));

@@ -307,14 +307,14 @@ function eachEdge(layer, visit) {
 }
 
 /**
- * What each edge carries of what reaches the query, as a product of edges: a list of {layer, query, key, carries} for
- * each layer. query: a position, or -1 for all alike. token: an input position, or -1 for any.
+ * What each edge carries of what reaches the queries, as a product of edges: a list of {layer, query, key, carries} for
+ * each layer. queries: positions in the top layer, of which each counts alike. token: an input position, or -1 for any.
  */
-function carriedBy(graph, query, token) {
+function carriedBy(graph, queries, token) {
   const top = graph.layers.length - 1;
   const down = graph.layers.map(() => null);
-  let mass = new Float64Array(graph.layers[top].shape[0]).fill(query < 0 ? 1 / graph.layers[top].shape[0] : 0);
-  if (query >= 0) mass[query] = 1;
+  let mass = new Float64Array(graph.layers[top].shape[0]);
+  for (const query of queries) mass[query] += 1 / queries.length;
   for (let at = top; at >= 0; at--) {
     down[at] = mass;
     const below = new Float64Array(graph.layers[at].shape[1]);

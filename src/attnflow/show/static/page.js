@@ -168,13 +168,13 @@ function startPage() {
   function drawControls(row) {
     const one = answer(), all = queries();
     const mean = one.rows === "group" ? "mean over all groups" : `mean over all ${all.length}`;
-    const held = (names) => {
-      const sinks = names === "sink" ? sinksOf(one, state.layer) : [];
-      return sum(row.units.filter((unit) => (names === "sink" ? unit.positions.some((at) => sinks.includes(at)) : unit.role === names)).map((unit) => unit.share));
+    const whole = sum(row.units.map((unit) => unit.score)), sinks = sinksOf(one, state.layer);
+    const held = (name) => {
+      const of = (unit) => (name === "sink" ? unit.positions.some((at) => sinks.includes(at)) : unit.role === name);
+      return whole ? sum(row.units.filter(of).map((unit) => unit.score)) / whole : 0;
     };
     const toggles = ["special", "prefix"].filter((role) => one.roles.includes(role))
       .map((role) => [role, `${role} tokens (${percent(held(role))} of the row)`]);
-    const sinks = sinksOf(one, state.layer);
     if (sinks.length) toggles.push(["sink", `sinks: ${sinks.slice(0, 3).map((at) => shortened(one.tokens[at])).join(", ")} (${percent(held("sink"))})`]);
     fill(controls,
       data.answers.length > 1 && choice("Method", "method", data.answers.map((each, at) => [at, `${at + 1}. ${each.title}`]), state.method, (method) => set({ method })),
@@ -318,7 +318,7 @@ function startPage() {
   }
 
   function dropped(row) {
-    return state.drop.length && row.shown.length < row.units.length ? [`without ${row.units.length - row.shown.length} tokens, which hold ${percent(row.left)}`] : [];
+    return state.drop.length && row.shown.length < row.units.length ? [`without tokens that hold ${percent(row.left)}`] : [];
   }
 
   // -------------------------------------------------------------- map
@@ -412,6 +412,7 @@ function startPage() {
       const places = patchPlaces(map.one, frame, photograph);
       return { ...places, map, frame, name, svg: patchesSvg(data.ramps, name, map.one, frame, map.scores, map.ends, photograph, settings, theme()) };
     }));
+    const ranged = (part) => ({ ...part, name: `${part.name}, ${brief(part.map.ends.low)} to ${brief(part.map.ends.high)}` });
     const figures = parts.map((part) => {
       const drawing = drawnFrom(part.svg);
       const patchAt = (event) => {
@@ -451,18 +452,18 @@ function startPage() {
         rest.length ? tokenList(rest, restEnds, "Tokens that are no patches") : "", bar,
         make("div", { className: "figures" }, ...plain, ...figures), apart ? "" : scaleLine(ends, "ground"),
       ], notes,
-      svg: () => sheetSvg(data.ramps, titleOf(mine, state, row.queries), parts, apart ? null : ends, notes, LIGHT),
+      svg: () => sheetSvg(data.ramps, titleOf(mine, state, row.queries), apart ? parts.map(ranged) : parts, apart ? null : ends, notes, LIGHT),
     };
   }
 
   // -------------------------------------------------------------- graph
 
-  /** The position in a graph's top layer of the chosen query; -1 for the mean over all. */
-  function graphQuery(graph) {
-    const one = answer(), chosen = queries()[state.query];
-    if (!chosen || one.rows === "target" || one.rows === "group") return -1;
-    const at = one.rows === "generated" ? chosen.at - 1 : chosen.at;
-    return at < graph.layers[graph.layers.length - 1].shape[0] ? at : -1;
+  /** The positions in a graph's top layer of the chosen query, of all that its scores are the mean of. */
+  function graphQueries(graph) {
+    const one = answer(), count = graph.layers[graph.layers.length - 1].shape[0];
+    if (one.rows === "target" || one.rows === "group") return [...Array(count).keys()];
+    const before = one.rows === "generated" ? 1 : 0;  // a token was written by the position before it
+    return rowsOf(one, queries(), state.query).map((row) => one.queries[row] - before).filter((at) => at < count);
   }
 
   let lens = null;  // the part of the graph that is seen, once it was moved
@@ -472,22 +473,21 @@ function startPage() {
     const place = data.graph.numbers.indexOf(answer().layers[state.layer]);
     const whole = place < 0 || place === data.graph.layers.length - 1;
     const graph = whole ? data.graph : { ...data.graph, layers: data.graph.layers.slice(0, place + 1), numbers: data.graph.numbers.slice(0, place + 1), routes: [] };
-    const query = graphQuery(graph);
-    const pair = `${place} ${query} ${state.token}`;
-    if (carried.pair !== pair) carried = { pair, layers: carriedBy(graph, query, state.token) };
+    const from = graphQueries(graph);
+    const pair = `${place} ${from} ${state.token}`;
+    if (carried.pair !== pair) carried = { pair, layers: carriedBy(graph, from, state.token) };
     const { edges, share, least } = strongest(carried.layers, state.share);
-    const known = graph.routes.find((route) => route.query === query && route.token === state.token);
+    const known = graph.routes.find((route) => from.length === 1 && route.query === from[0] && route.token === state.token);
     const route = known?.paths[state.route]?.steps ?? [];
     const cut = state.cut && known ? known.cut : [];
-    const from = query < 0 ? "all alike" : `${shortened(graph.tokens[query] ?? String(query))} at ${query}`;
     const to = state.token < 0 ? "" : ` from ${shortened(graph.tokens[state.token] ?? String(state.token))} at ${state.token}`;
-    const title = `what reaches ${from} in layer ${graph.numbers[graph.numbers.length - 1]}${to}`;
-    const chosen = { query, token: state.token, edges, route, cut };
+    const title = `what reaches ${queryWords(answer(), queries(), state.query)}, in layer ${graph.numbers[graph.numbers.length - 1]}${to}`;
+    const chosen = { queries: from, token: state.token, edges, route, cut };
     const drawing = drawnFrom(graphSvg(graph, title, chosen, theme()));
     const places = graphPlaces(graph);
     const all = { x: 0, y: 0, width: places.width, height: places.height };
     // Of many tokens the part around the query is seen first, large enough to be read.
-    const high = Math.min(all.height, 700), middle = query < 0 ? 0 : places.y(query) - high / 2;
+    const high = Math.min(all.height, 700), middle = from.length === 1 ? places.y(from[0]) - high / 2 : 0;
     const home = { ...all, y: Math.min(Math.max(0, middle), all.height - high), height: high };
     const look = () => { const now = lens ?? home; drawing.setAttribute("viewBox", `${now.x} ${now.y} ${now.width} ${now.height}`); };
     look();
