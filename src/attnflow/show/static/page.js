@@ -378,82 +378,100 @@ function startPage() {
 
   // -------------------------------------------------------------- image
 
-  function drawImage(row) {
-    const mine = answer(), frames = mine.grid.length === 3 ? mine.grid[0] : 1;
-    const photograph = frames === 1 ? data.photograph : null;
-    const at = queries()[state.query]?.at;
-    // Other methods' maps of the same patches stand beside it, of the same query; and of the same layer if they have it.
+  /** The maps of a query: the chosen answer's, and those of other answers of the same patches that have the query. */
+  function mapsOf(mine, query) {
+    const at = queries()[query]?.at;
     const queryOf = (one) => {
-      if (one === mine) return state.query;
+      if (one === mine) return query;
       if (one.rows === "target") return 0;
       if (mine.rows === "target") return one.queries.indexOf(data.start.query);
-      return state.query < 0 ? (String(one.queries) === String(mine.queries) ? -1 : null) : one.queries.indexOf(at);
+      if (query < 0) return String(one.queries) === String(mine.queries) ? -1 : null;
+      return one.queries.includes(at) ? one.queries.indexOf(at) : null;
     };
     const alike = data.answers.filter((one) => one === mine || (String(one.grid) === String(mine.grid) && String(one.tokens) === String(mine.tokens)));
-    const has = (one) => one === mine || mine.rows === "target" || (queryOf(one) !== null && (queryOf(one) >= 0 || state.query < 0));
-    const without = alike.filter((one) => !has(one)).map((one) => one.method);
-    const maps = alike.filter(has).map((one) => {
-      const query = queryOf(one);
+    const maps = alike.filter((one) => queryOf(one) !== null).map((one) => {
+      // Of the same layer, if it has it.
       const same = one.layers.indexOf(mine.layers[state.layer]), layer = same < 0 ? one.layers.length - 1 : same;
-      const all = scoresOf(one, layer, rowsOf(one, queriesOf(one, one === mine && state.words), query));
-      const name = titleOf(one, { ...state, layer, query }, queriesOf(one, one === mine && state.words));
-      return { one, name, scores: patchPositions(one).map((place) => all[place]) };
+      const all = queriesOf(one, one === mine && state.words), chosen = queryOf(one);
+      const scores = scoresOf(one, layer, rowsOf(one, all, chosen));
+      return { one, name: titleOf(one, { layer, query: chosen }, all), scores: patchPositions(one).map((place) => scores[place]) };
     });
-    const signed = maps.some(({ one }) => one.signed);
-    const common = patchScale(maps.flatMap((map) => map.scores), signed);
+    const common = patchScale(maps.flatMap((map) => map.scores), maps.some(({ one }) => one.signed));
+    const alone = (map) => patchScale(map.scores, map.one.signed);
     // Scores of different sizes, such as shares and flows, would leave one map without a colour.
-    const apart = state.own ?? maps.some((map) => patchScale(map.scores, map.one.signed).high < common.high / 4);
-    for (const map of maps) map.ends = narrowed(apart ? patchScale(map.scores, map.one.signed) : common, state.top);
-    const ends = maps.find((map) => map.one === mine).ends;
-    const own = patchPositions(mine), byPlace = new Map(row.units.flatMap((unit) => unit.positions.map((place) => [place, unit])));
-    const shown = maps.find((map) => map.one === mine).scores, digits = decimalsOf(shown), settings = { ...state, chosen: own.indexOf(at) };
-    const parts = maps.flatMap((map) => [...Array(frames).keys()].map((frame) => {
-      const name = frames > 1 ? `${map.name}, frame ${frame}` : map.name;
-      const places = patchPlaces(map.one, frame, photograph);
-      return { ...places, map, frame, name, svg: patchesSvg(data.ramps, name, map.one, frame, map.scores, map.ends, photograph, settings, theme()) };
-    }));
-    const ranged = (part) => ({ ...part, name: `${part.name}, ${brief(part.map.ends.low)} to ${brief(part.map.ends.high)}` });
-    const figures = parts.map((part) => {
-      const drawing = drawnFrom(part.svg);
-      const patchAt = (event) => {
-        const matrix = drawing.getScreenCTM();
-        if (!matrix) return -1;
-        const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(matrix.inverse());
-        const x = Math.floor(point.x / part.cell), y = Math.floor(point.y / part.high);
-        return x >= 0 && x < part.columns && y >= 0 && y < part.rows ? part.first + y * part.columns + x : -1;
-      };
-      drawing.addEventListener("pointermove", (event) => {
-        const patch = patchAt(event);
-        if (patch < 0) return;
-        const unit = byPlace.get(own[patch]);
-        if (part.map.one === mine && unit) say({ ...unit, at: own[patch], score: part.map.scores[patch] }, digits);
-        else where.textContent = `${placeWords(own[patch])}: ${numberOf(part.map.scores[patch], digits, ends.signed)} by ${part.map.one.method}`;
+    const apart = state.own ?? maps.some((map) => alone(map).high < common.high / 4);
+    for (const map of maps) map.ends = narrowed(apart ? alone(map) : common, state.top);
+    return { maps, apart, at, without: alike.filter((one) => queryOf(one) === null).map((one) => one.method) };
+  }
+
+  /** The pictures of some maps, a frame each. */
+  function framesOf({ maps, at, apart }, how, scaled) {
+    return maps.flatMap((map) => {
+      const frames = map.one.grid.length === 3 ? map.one.grid[0] : 1, photograph = frames === 1 ? data.photograph : null;
+      const settings = { opacity: state.opacity, grid: state.grid, chosen: patchPositions(map.one).indexOf(at) };
+      return [...Array(frames).keys()].map((frame) => {
+        const range = apart && scaled ? `, ${brief(map.ends.low)} to ${brief(map.ends.high)}` : "";
+        const name = `${map.name}${frames > 1 ? `, frame ${frame}` : ""}${range}`;
+        const svg = patchesSvg(data.ramps, name, map.one, frame, map.scores, map.ends, photograph, settings, how);
+        return { ...patchPlaces(map.one, frame, photograph), map, name, svg };
       });
-      drawing.addEventListener("click", (event) => { const patch = patchAt(event); if (patch >= 0) choose(own[patch]); });
-      return make("figure", {}, make("figcaption", {}, part.name), drawing, apart ? scaleLine(part.map.ends, "ground") : "");
     });
+  }
+
+  function figureOf(part, mine, row, apart) {
+    const drawing = drawnFrom(part.svg), own = patchPositions(mine), digits = decimalsOf(part.map.scores);
+    const patchAt = (event) => {
+      const matrix = drawing.getScreenCTM();
+      if (!matrix) return -1;
+      const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(matrix.inverse());
+      const x = Math.floor(point.x / part.cell), y = Math.floor(point.y / part.high);
+      return x >= 0 && x < part.columns && y >= 0 && y < part.rows ? part.first + y * part.columns + x : -1;
+    };
+    drawing.addEventListener("pointermove", (event) => {
+      const patch = patchAt(event), at = own[patch], unit = patch < 0 ? null : row.units.find((each) => each.positions.includes(at));
+      if (unit && part.map.one === mine) say({ ...unit, at, score: part.map.scores[patch] }, digits);
+      else if (unit) where.textContent = `${placeWords(at)}: ${numberOf(part.map.scores[patch], digits, part.map.one.signed)} by ${part.map.one.method}`;
+    });
+    drawing.addEventListener("click", (event) => { const patch = patchAt(event); if (patch >= 0) choose(own[patch]); });
+    return make("figure", {}, make("figcaption", {}, part.name), drawing, apart ? scaleLine(part.map.ends, "ground") : "");
+  }
+
+  function drawImage(row) {
+    const mine = answer(), found = mapsOf(mine, state.query), { maps, apart } = found;
+    const { scores, ends } = maps.find((map) => map.one === mine);
+    const photograph = mine.grid.length === 2 ? data.photograph : null;
     const plain = photograph ? [make("figure", {}, make("figcaption", {}, "the photograph"), make("img", { src: photograph.href, alt: "The photograph" }))] : [];
-    const rest = row.shown.filter((unit) => unit.role !== "patch");
-    const restEnds = textScale(rest.map((unit) => unit.score), mine.signed);
+    const figures = make("div", { className: "figures" });
+    const put = (these) => figures.replaceChildren(...plain, ...framesOf(these, theme()).map((part) => figureOf(part, mine, row, these.apart)));
+    put(found);
     const bar = make("div", { className: "bar" }, ...[
       photograph && range("Opacity of the map", "opacity", 0, 1, 0.05, state.opacity, percent(state.opacity), (opacity) => set({ opacity })),
       range("Upper end of the scale", "top", 0.05, 1, 0.05, state.top, brief(ends.high), (top) => set({ top })),
       maps.length > 1 && checkbox("one scale for all", "own", !apart, (all) => set({ own: !all })),
       checkbox("grid of patches", "grid", state.grid, (grid) => set({ grid })),
     ].filter(Boolean));
-    const notes = notesOf(mine, state.layer, shown, ends, null, sum(row.units.map((unit) => unit.score)));
+    const notes = notesOf(mine, state.layer, scores, ends, null, sum(row.units.map((unit) => unit.score)));
     if (ends.highest !== null) notes.push(`the colours end at ${brief(ends.high)}; the patch farthest beyond holds ${brief(ends.highest)}`);
     if (maps.length > 1) notes.push(apart ? `${maps.length} maps, each on a scale of its own` : `${maps.length} maps on one scale`);
-    if (without.length) notes.push(`not of this query: ${without.join(", ")}`);
-    const canChoose = own.some((place) => placeOf(place) >= 0) && queries().length > 1;
-    if (canChoose) notes.push("click a patch to see where it draws from");
-    return {
-      elements: [
-        rest.length ? tokenList(rest, restEnds, "Tokens that are no patches") : "", bar,
-        make("div", { className: "figures" }, ...plain, ...figures), apart ? "" : scaleLine(ends, "ground"),
-      ], notes,
-      svg: () => sheetSvg(data.ramps, titleOf(mine, state, row.queries), apart ? parts.map(ranged) : parts, apart ? null : ends, notes, LIGHT),
-    };
+    if (found.without.length) notes.push(`not of this query: ${found.without.join(", ")}`);
+    if (queries().length > 1) notes.push("point at a token to see its patches; click a token or a patch to keep what it draws from");
+    const rest = row.shown.filter((unit) => unit.role !== "patch"), elements = [bar, figures, apart ? "" : scaleLine(ends, "ground")];
+    if (rest.length) {
+      const list = tokenList(rest, textScale(rest.map((unit) => unit.score), mine.signed), "Tokens that are no patches");
+      let seen = state.query;  // whose patches are drawn while a token is pointed at
+      const point = (query) => {
+        if (query === seen) return;
+        seen = query;
+        put(mapsOf(mine, query));
+      };
+      list.addEventListener("pointerover", (event) => {
+        const token = event.target.closest(".token"), query = token ? placeOf(Number(token.dataset.at)) : -1;
+        point(query < 0 ? state.query : query);
+      });
+      list.addEventListener("pointerleave", () => point(state.query));
+      elements.unshift(list);
+    }
+    return { elements, notes, svg: () => sheetSvg(data.ramps, titleOf(mine, state, row.queries), framesOf(found, LIGHT, true), apart ? null : ends, notes, LIGHT) };
   }
 
   // -------------------------------------------------------------- graph
