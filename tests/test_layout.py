@@ -31,6 +31,7 @@ ALLOWED = {
     "routes": {"trace", "answer", "graph", "methods", "propagate"},
     "baselines": {"trace", "answer", "capturing"},
     "explaining": {"trace", "answer", "capturing", "graph", "methods", "baselines"},
+    "reporting": {"trace", "answer", "edges", "graph", "methods", "routes", "show"},
     "faithfulness": {"files", "memory", "trace", "answer", "capturing", "graph", "methods", "baselines"},
     "studies": {"files", "trace", "answer", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
     "cli": {
@@ -41,6 +42,7 @@ ALLOWED = {
         "capturing",
         "explaining",
         "methods",
+        "reporting",
         "show",
         "faithfulness",
         "studies",

@@ -258,7 +258,9 @@ def test_arrays_that_cannot_fit_are_refused_by_their_headers(tmp_path):
 
 
 def test_bad_files(tmp_path, relevance):
-    with pytest.raises(ValueError, match=r"cannot write 'scores.csv': the suffix must be one of .npz, .json, .png"):
+    with pytest.raises(
+        ValueError, match=r"cannot write 'scores.csv': the suffix must be one of .npz, .json, .html, .htm, .png"
+    ):
         relevance.save(tmp_path / "scores.csv")
     with pytest.raises(FileNotFoundError, match="the folder .* does not exist"):
         relevance.save(tmp_path / "absent" / "scores.npz")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attnflow.faithfulness.run import evaluate
     from attnflow.methods import METHODS, flow, flow_bounds, raw, relevance, rollout
     from attnflow.propagate.carriers import CARRIERS
+    from attnflow.reporting import report
     from attnflow.routes import group_flow, min_cut, paths
     from attnflow.trace import Trace
 
@@ -50,6 +51,7 @@ __all__ = [
     "paths",
     "raw",
     "relevance",
+    "report",
     "rollout",
 ]
 
@@ -75,6 +77,7 @@ _HOME = {
     "paths": "attnflow.routes",
     "raw": "attnflow.methods",
     "relevance": "attnflow.methods",
+    "report": "attnflow.reporting",
     "RULES": "attnflow.capturing.rules",
     "rollout": "attnflow.methods",
 }

@@ -18,7 +18,9 @@ from attnflow.files import named, plain, to_json, write_whole
 from attnflow.memory import check_arrays
 
 PICTURES = (".png", ".svg", ".pdf")
+PAGES = (".html", ".htm")
 DATA = (".npz", ".json")
+SUFFIXES = DATA + PAGES + PICTURES
 _FORMAT = "attnflow-relevance-1"
 _CONTINUES = re.compile(r"^##(?!#|$)")  # WordPiece's mark of a piece that continues a word
 _BYTES = re.compile(r"(?:\\x[89a-f][0-9a-f])+")  # bytes of characters that were split among tokens
@@ -188,7 +190,10 @@ class Relevance:
         return html(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write to `path`, whole or not at all: data (.npz, .json) or a picture (.png, .svg, .pdf) by its suffix.
+        """Write to `path`, whole or not at all, by its suffix.
+
+        Data (.npz, .json), a picture (.png, .svg, .pdf), or a page to explore (.html; `attnflow.report` adds an image,
+        other methods and the graph).
 
         Raises ValueError for any other suffix.
         """
@@ -198,8 +203,12 @@ class Relevance:
             from attnflow.show.plots import picture, save_figure
 
             return save_figure(picture(self), path)
+        if suffix in PAGES:
+            from attnflow.show.report import save_page
+
+            return save_page([self], path)
         if suffix not in DATA:
-            raise ValueError(f"cannot write {path.name!r}: the suffix must be one of {', '.join(DATA + PICTURES)}")
+            raise ValueError(f"cannot write {path.name!r}: the suffix must be one of {', '.join(SUFFIXES)}")
         if not np.isfinite(self.scores).all():
             raise ValueError(f"cannot write {named(path)}: some of the scores are not finite, which no file can hold")
         header = to_json(self.as_dict(with_scores=suffix == ".json"))

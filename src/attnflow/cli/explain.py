@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from attnflow.answer import Relevance
     from attnflow.trace import Query, Trace
 
+_PAGE_NUMBERS = 3_500_000  # of every query that a page holds, which are 19 MB
+_PAGE_FLOW = 64  # tokens up to which the flows of every query are worked out for a page
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,8 @@ class Options:
     drop: Annotated[tuple[Literal["special", "prefix"], ...], Parameter(negative=(), show_default=False)] = ()
     """Leave out the tokens of a role from what is shown and written; their share is said."""
     output: Annotated[tuple[Path, ...], Parameter(name=["--output", "-o"], negative=(), show_default=False)] = ()
-    """Write a file, by suffix: a picture (.png, .svg, .pdf) or data (.json, .npz). May be given several times."""
+    """Write a file, by suffix: a page to explore (.html, of all methods), a picture (.png, .svg, .pdf) or data (.json,
+    .npz). May be given several times."""
     picture: Literal["map", "graph"] = "map"
     """What pictures show: layers by tokens (images: the overlay), or the layered graph of raw, rollout and flow."""
     json: Annotated[bool, Parameter(negative=())] = False
@@ -294,8 +298,9 @@ def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | N
     layer = options.layer if options.layer is not None else default_layer
     failed: list[Exception] = []
     answers: dict[str, Relevance] = {}
+    whole: dict[str, Relevance] = {}
     for method in _methods(options):
-        relevance = _compute(run, method, options, layer)
+        relevance = whole[method] = _compute(run, method, options, layer)
         if options.words:
             relevance = relevance.by_word()
         if options.drop:
@@ -308,6 +313,13 @@ def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | N
                 failed.append(error)
             else:
                 note(f"wrote {named(path)}", quiet=options.quiet)
+    for path in _pages(options):
+        try:
+            _write_page(path, run, whole, options, layer, image)
+        except (ValueError, OSError, MemoryError) as error:
+            failed.append(error)
+        else:
+            note(f"wrote {named(path)}", quiet=options.quiet)
     if options.json:
         found = {method: relevance.as_dict() for method, relevance in answers.items()}
         print_json(found if len(found) > 1 else next(iter(found.values())))
@@ -321,10 +333,19 @@ def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | N
 
 
 def _outputs(options: Options, *methods: str) -> list[Path]:
-    """The files to write for some methods: of several methods each has its name in its own."""
+    """The files to write for some methods, but for pages: of several methods each has its name in its own."""
+    pages = _pages(options)
+    paths = [path for path in options.output if path not in pages]
     if len(_methods(options)) == 1:
-        return list(options.output)
-    return [path.with_stem(f"{path.stem}-{method}") for path in options.output for method in methods]
+        return paths
+    return [path.with_stem(f"{path.stem}-{method}") for path in paths for method in methods]
+
+
+def _pages(options: Options) -> list[Path]:
+    """The pages to write, of which each shows all methods."""
+    from attnflow.answer import PAGES
+
+    return [path for path in options.output if path.suffix.lower() in PAGES]
 
 
 def _compute(run: Run, method: str, options: Options, layer: str) -> Relevance:
@@ -371,12 +392,12 @@ def _size(size: str | None) -> tuple[int, int] | None:
 def _begin(options: Options, *inputs: str | Path | None, has_model: bool = True) -> None:
     """Refuse what cannot work before any work is done, and take over what libraries would print."""
     take_messages(quiet=options.quiet)
-    from attnflow.answer import DATA, PICTURES
+    from attnflow.answer import SUFFIXES
     from attnflow.explaining import check_methods, is_targeted
     from attnflow.methods import METHODS
 
     methods = _methods(options)
-    check_outputs(_outputs(options, *methods), PICTURES + DATA, *inputs)
+    check_outputs([*_outputs(options, *methods), *_pages(options)], SUFFIXES, *inputs)
     check_methods(methods, _target(options))
     if options.rules is not None and not any(name in METHODS and METHODS[name].needs for name in methods):
         raise ValueError(f"--rules have no part in {', '.join(methods)}: they say how gradients of attention are taken")
@@ -411,6 +432,36 @@ def _write(path: Path, run: Run, relevance: Relevance, options: Options, image: 
     scores = {method: panel.scores for method, panel in panels.items()}
     notes = [f"{method}: {doubt}" for method, panel in panels.items() for doubt in doubts(panel)]
     plots.save_figure(attention_graph(scores, panels["raw"].tokens, query=highlighted, notes=notes), path)
+
+
+def _write_page(
+    path: Path, run: Run, answers: Mapping[str, Relevance], options: Options, layer: str, image: Image | None
+) -> None:
+    """A page of all methods, of every query unless one was asked for or that would be too many (`_every_query`)."""
+    from attnflow.reporting import report
+    from attnflow.show.report import Start, command_of
+
+    first = next(iter(answers.values()))
+    query = first.queries[0] if first.rows == "query" and len(first.queries) == 1 else None
+    shown = [
+        _compute(run, method, replace(options, query="all"), layer)
+        if _every_query(run, method, options, layer)
+        else one
+        for method, one in answers.items()
+    ]
+    start = Start(query=query, words=options.words, drop=options.drop)
+    report(shown, path, trace=run.trace, image=image, command=command_of(sys.argv[1:]), start=start)
+
+
+def _every_query(run: Run, method: str, options: Options, layer: str) -> bool:
+    """Whether a page holds the scores of every query by a method: it is few enough numbers, and soon computed."""
+    from attnflow.methods import METHODS
+
+    if options.query is not None or not isinstance(run.trace.readout, int) or method not in METHODS:
+        return False
+    count, carry = run.trace.layers[-1].shape[1], METHODS[method].carry
+    numbers = count**2 * (len(run.trace.layers) if layer == "all" else 1) * len(_methods(options))
+    return numbers <= _PAGE_NUMBERS and (carry in ("layer", "product") or (carry == "flow" and count <= _PAGE_FLOW))
 
 
 def _say_saturation(relevance: Relevance, options: Options) -> None:

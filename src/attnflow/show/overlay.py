@@ -76,13 +76,13 @@ def overlay(relevance: Relevance, image: Any) -> Figure:
             f"these scores are of {len(grid)} frames of a video, and lie over no single image; leave it out"
         )
     ends = patch_scale(grid, signed=is_signed(relevance.scores))
-    photograph = Image.fromarray(_photograph(image))
-    width, height = _panel((photograph.height, photograph.width))
+    shown = Image.fromarray(photograph(image))
+    width, height = _panel((shown.height, shown.width))
     figure = blank(max(WIDTH, 2 * width + 1.2), height + 0.6, layout="compressed")
     plain, covered = figure.subplots(1, 2)
-    plain.imshow(photograph)
-    covered.imshow(_blended(grid, photograph, ends))
-    _hatch_zeros(covered, grid, (photograph.height, photograph.width))
+    plain.imshow(shown)
+    covered.imshow(_blended(grid, shown, ends))
+    _hatch_zeros(covered, grid, (shown.height, shown.width))
     plain.set_axis_off()
     covered.set_axis_off()
     mesh = ScalarMappable(norm(ends), colour_map(ends.ramp(GROUND)))
@@ -152,7 +152,7 @@ def _ticks(count: int) -> range:
     return range(0, count, max(1, count // 6))
 
 
-def _photograph(image: Any) -> NDArray[np.uint8]:
+def photograph(image: Any) -> NDArray[np.uint8]:
     """The image as (row, column, RGB) bytes, no larger than a picture shows."""
     if not isinstance(image, Image.Image):
         image = Image.fromarray(_bytes(np.asarray(image)))

@@ -204,10 +204,12 @@ def _beyond(relevance: Relevance, scores: NDArray[np.float64], ends: Scale) -> s
 
 
 def _zeros(relevance: Relevance, scores: NDArray[np.float64], zero: str) -> str | None:
-    if not (scores == 0).any():
-        return None
-    why = "the tokens after a query, hidden from it" if _causal(relevance) else "nothing comes from there"
-    return f"{zero}: exactly 0, {why}"
+    return f"{zero}: exactly 0, {why_zero(relevance)}" if (scores == 0).any() else None
+
+
+def why_zero(relevance: Relevance) -> str:
+    """Why tokens that score exactly 0 do."""
+    return "the tokens after a query, hidden from it" if _causal(relevance) else "nothing comes from there"
 
 
 def _causal(relevance: Relevance) -> bool:

