@@ -600,12 +600,13 @@ def test_sliders_and_keys_change_what_they_should(browser, pages):
     browser.ask("document.querySelector('[data-key=layer]').focus()")
     browser.press("ArrowLeft")
     assert "layer=4" in browser.ask("location.hash")
-    before = browser.ask("document.querySelector('.token').style.background")
+    colours = "[...document.querySelectorAll('.token')].map(token => token.style.background).join()"
+    before = browser.ask(colours)
     browser.ask("document.querySelector('.token[data-at=\"2\"]').focus()")
     browser.press("ArrowRight")
     assert browser.ask(where).startswith("to at 3: ")
     assert "query=3" in browser.ask("location.hash")
-    assert browser.ask("document.querySelector('.token').style.background") != before
+    assert browser.ask(colours) != before
     assert browser.ask("document.activeElement.dataset.at") == "3"
 
 

@@ -1,6 +1,7 @@
 """Rules of the backward pass: relevance adds up to the score on any family, and the model stays what it was."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 import attnflow
 from attnflow import capture
 from attnflow.baselines import BASELINES
-from attnflow.capturing.rules import RULES, Rules
+from attnflow.capturing.rules import RULES, Rules, _tried
 from classifiers import small_bert, sst2, sst2_examples, tokenizer
 from families import FAMILIES
 from toys import seeded
@@ -172,3 +173,98 @@ def test_names_that_are_not():
     with pytest.raises(ValueError, match="rules='libra' say how gradients of a target are taken, and there is none"):
         capture(model, ids, rules="libra")
     assert set(RULES) <= set(BASELINES)
+
+
+class Branch(nn.Module):
+    """A classifier that applies a function to its hidden states, as a statement or as an expression."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.norm = nn.GroupNorm(2, 16)
+        self.head = nn.Linear(16, 3)
+        self.function = function
+
+    def get_input_embeddings(self):
+        return self.words
+
+    def forward(self, input_ids):
+        return self.head(self.function(self, self.layer(self.words(input_ids))).mean(1))
+
+
+def relu_statement(_, x):
+    nn.functional.relu(x, inplace=True)
+    return x
+
+
+def sigmoid_statement(_, x):
+    x.sigmoid_()
+    return x
+
+
+def gate_statement(_, x):
+    x.mul_(x + 1)
+    return x
+
+
+IN_PLACE = nn.SiLU(inplace=True)
+FUNCTIONS = {
+    "relu as a statement": relu_statement,
+    "sigmoid as a statement": sigmoid_statement,
+    "gate as a statement": gate_statement,
+    "a module in place": lambda _, x: IN_PLACE(x),
+    "group norm": lambda model, x: model.norm(x.flatten(0, 1)).view_as(x),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_functions_in_place_and_group_norms(kind):
+    model = seeded(Branch(FUNCTIONS[kind]))
+    ids = {"input_ids": torch.arange(5)[None]}
+    plain = model(**ids).detach()
+    for rules in RULES:
+        trace = capture(model, ids, target=1, rules=rules)
+        torch.testing.assert_close(trace.output.detach(), plain)
+        relevance = attnflow.explain(model, ids, rules, target=1)
+        assert relevance.recipe["target"]["score"] == pytest.approx(float(plain[0, 1]), abs=1e-6)
+    checks = relevance.recipe["checks"]  # of cp-lrp, the last
+    assert checks["completeness_error"] < 1e-4
+
+
+class Shifted(nn.Module):
+    """Adds to each position what stands there in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("places", torch.arange(40.0).view(5, 8))
+
+    def forward(self, x):
+        return x + self.places[: x.shape[1], : x.shape[2]]
+
+
+def test_a_module_is_an_activation_where_it_maps_each_number_by_itself_and_all_alike():
+    x = torch.randn(2, 5, 8)
+    for module, expected in (
+        (nn.GELU(), (True, False)),
+        (nn.Dropout().eval(), (True, False)),
+        (nn.ReLU(inplace=True), (True, True)),
+        (nn.Softmax(dim=1), (False, False)),
+        (nn.Softmax(dim=-1), (False, False)),
+        (nn.Flatten(), (False, False)),
+        (Shifted(), (False, False)),
+    ):
+        before = x.clone()
+        assert _tried(module, x) == expected, module
+        torch.testing.assert_close(x, before, rtol=0, atol=0)
+
+
+def test_two_threads_get_their_own_answers():
+    model = small_bert()
+    inputs = [{"input_ids": torch.randint(5, 500, (1, 9), generator=torch.Generator().manual_seed(n))} for n in (0, 1)]
+    alone = [attnflow.explain(model, one, "cp-lrp", target=1).scores for one in inputs]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(6):
+            both = list(pool.map(lambda one: attnflow.explain(model, one, "cp-lrp", target=1).scores, inputs))
+            for found, expected in zip(both, alone, strict=True):
+                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)

@@ -88,7 +88,8 @@ def value_zeroing(call: AttentionLike, queries: list[int]) -> torch.Tensor:
     """How far the output turns when the value v_j is 0: 1 - cos(y_i, y_i without v_j) (Mohebbi et al. 2023, section 3).
 
     y_i is what comes out of the addition and its norm, which is computed again; there it is what comes out of the
-    whole layer, MLP and all. It cannot see the stream, which is the same with and without.
+    whole layer, MLP and all. It cannot see the stream, which is the same with and without: so through a layer of
+    cross-attention all comes from the encoder, and none from what the decoder's positions held.
 
     With S the sum and d what key j adds, and L the linear part of the norm, y_i = s L(S) + bias becomes
     s' (L(S) - L(d)) + bias, so that all follows from |d|^2, and the products of d with three vectors of query i. Cost:

@@ -79,6 +79,11 @@ def explain(
     if carrying.get("residual") == "measured":
         capturing["keep"] = "block"
     carrying |= {"receptive_field": receptive_field, "progress": progress}
+    if settings.get("rules") is not None and not any(name in METHODS and is_targeted(name) for name in names):
+        raise ValueError(f"rules have no part in {', '.join(names)}: they say how gradients of attention are taken")
+    alone = all(name not in METHODS for name in names)
+    if alone and (given := [name for name, value in carrying.items() if value]):
+        raise ValueError(f"{given[0]} has no part in {', '.join(names)}, which explain the target as a whole")
     trace, target = captured(model, inputs, names, target, capturing)
     answers = {name: answer(name, trace, model, inputs, target, settings.get("tokenizer"), carrying) for name in names}
     return answers[method] if isinstance(method, str) else answers
@@ -109,6 +114,8 @@ def captured(
         settings = {**settings, "keep": "block"}
     if not any(map(is_targeted, names)):
         return capture(model, inputs, **settings), None
+    if target is None and settings.get("generate") is not None:
+        raise ValueError("several tokens are written, and a target is of one: say with target= which, or a function")
     if target is None:
         seen = capture(model, inputs, **settings)
         target = "predicted" if has_logits(seen.output) else norm_at(seen.readout, seen.decoder_start or 0)

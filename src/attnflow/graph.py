@@ -152,6 +152,9 @@ def attention_graph(
     if residual == "measured":
         _check_blocks("residual='measured'", trace)
     row_normalised = row.row_normalised if row_normalised is None else row_normalised
+    for setting, value in (("row_normalised", row_normalised), ("remove_column_mean", remove_column_mean)):
+        if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{setting} is True or False; it is {value!r}")
     count = len(trace.layers)
     bottom = None if start_layer is None else _layer_number("start_layer", start_layer, count)
     explained = tuple(range(bottom or 0, count)) if layer == "all" else (_layer_number("layer", layer, count),)
@@ -174,6 +177,8 @@ def attention_graph(
         remove_column_mean=remove_column_mean,
         undiscarded=tuple(place for place, role in enumerate(roles) if role in ("special", "prefix")),
     )
+    if head_fusion != "mean" and not row.heads:
+        raise ValueError(f"head_fusion={head_fusion!r} has no part in {edges}, which has no heads of its own")
     if head_fusion not in HEAD_FUSIONS:
         raise ValueError(f"head_fusion {head_fusion!r} is unknown; choose one of {', '.join(HEAD_FUSIONS)}")
     if row.signed and (row_normalised or discard_ratio or remove_column_mean):
@@ -241,7 +246,7 @@ def _head(head: Any, explained: tuple[int, ...], trace: Trace) -> int | None:
 
 def _between_0_and_1(setting: str, value: Any) -> float:
     try:
-        number = math.nan if isinstance(value, str) else float(value)
+        number = math.nan if isinstance(value, str | bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not 0 <= number <= 1:

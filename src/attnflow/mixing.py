@@ -192,9 +192,10 @@ class Transition:
         wrong = ~weights.isfinite() | ((weights < 0) if self.edges.shares else False)
         if wrong.any():
             head, query, key = wrong.nonzero()[0].tolist()
+            what = "attention must be finite and not negative" if self.edges.shares else "edges must be finite"
             raise ValueError(
-                f"attention must be finite and not negative; layer {self.number}, head {head}, query {queries[query]}, "
-                f"key {key} is {weights[head, query, key].item()}"
+                f"{what}; layer {self.number}, head {head}, query {queries[query]}, key {key} is "
+                f"{weights[head, query, key].item()}"
             )
         sums = weights.sum(-1)
         wrong = (sums - 1).abs() > ROW_SUM_TOLERANCE

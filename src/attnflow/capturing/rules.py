@@ -9,6 +9,7 @@ they are, and nothing is left on the model. `RULES` is the table of rule sets.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ class Rules(TorchFunctionMode):
         self.rule = RULES[name]
         self.constants: list[torch.Tensor] = []
         self.without_rule: set[str] = set()
-        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor, bool]] = {}
+        self._thread = threading.get_ident()  # another thread may run the same model, under no rules or its own
 
     @contextmanager
     def of(self, model: torch.nn.Module) -> Generator[Rules]:
@@ -106,18 +108,24 @@ class Rules(TorchFunctionMode):
                 hook.remove()
 
     def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
-        if len(args) != 1 or not _live(args[0]) or not _elementwise(module, args[0]):
+        if threading.get_ident() != self._thread or len(args) != 1 or not _live(args[0]):
             return None
-        inside = args[0].detach()
-        self._inputs[id(module)] = args[0], inside
+        elementwise, in_place = _tried(module, args[0])
+        if not elementwise:
+            return None
+        inside = args[0].detach().clone() if in_place else args[0].detach()
+        self._inputs[id(module)] = args[0], inside, in_place
         return (inside,)
 
     def _leave(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        x, inside = self._inputs.pop(id(module), (None, None))
+        if threading.get_ident() != self._thread:
+            return None
+        x, inside, in_place = self._inputs.pop(id(module), (None, None, False))
         if x is None or args[0] is not inside:
             return None
         with torch._C.DisableTorchFunction():  # pyright: ignore
-            return _through(x, output.detach(), module.forward)
+            result = _through(x, output.detach(), module.forward)
+            return _written(x, result) if in_place else result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,18 +177,33 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
-def _elementwise(module: torch.nn.Module, x: torch.Tensor) -> bool:
-    """Whether a module without parameters maps each number of its input by itself, tried on a few of them."""
-    few = x.detach().flatten()[:64].reshape(1, 1, -1)
-    other = few.clone()
-    other[..., ::2] += 1
-    try:
-        with torch.no_grad(), torch._C.DisableTorchFunction():  # pyright: ignore
-            one, two = module.forward(few), module.forward(other)
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return False
-    shaped = isinstance(one, torch.Tensor) and one.shape == few.shape
-    return shaped and bool((one[..., 1::2] == two[..., 1::2]).all())
+def _tried(module: torch.nn.Module, x: torch.Tensor) -> tuple[bool, bool]:
+    """Whether a module without parameters maps each number by itself and all alike, and whether it writes in its input.
+
+    Tried on a corner of the input: with every other number changed, along all axes, the others must stay what they are;
+    and a number that stands everywhere must become the same everywhere.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # pyright: ignore
+        few = x.detach()[tuple(slice(0, 8 if axis == x.ndim - 1 else 3) for axis in range(x.ndim))].clone()
+        places = sum(torch.arange(size, device=x.device).view(-1, *(1,) * (x.ndim - 1 - axis)) for axis, size in
+                     enumerate(few.shape))  # fmt: skip
+        even = torch.as_tensor(places % 2 == 0).expand(few.shape)
+        given = [few.clone(), torch.where(even, few, few + 1), torch.full_like(few, 0.5)]
+        before = [one.clone() for one in given]
+        try:
+            found = [module.forward(one) for one in given]
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False, False
+        if not all(isinstance(one, torch.Tensor) and one.shape == few.shape for one in found):
+            return False, False
+        one, two, alike = found
+        by_itself = bool((one[even] == two[even]).all()) and bool((alike == alike.flatten()[0]).all())
+        return by_itself, not all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+
+
+def _written(x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """The result written into x, as a function that works in place does; a leaf cannot be written to."""
+    return result if x.is_leaf else x.copy_(result)
 
 
 def _through(x: torch.Tensor, value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -196,21 +219,24 @@ def _through(x: torch.Tensor, value: torch.Tensor, function: Callable[[torch.Ten
 def _slope_at_0(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     with torch.enable_grad():
         zero = x.new_zeros(1).requires_grad_()
-        value = function(zero)
+        value = function(zero * 1)
         slope = torch.autograd.grad(value.sum(), zero, allow_unused=True)[0] if value.requires_grad else None
     return x.new_zeros(()) if slope is None else slope[0].nan_to_num(0, 0, 0)
 
 
 def _activation(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
-    x, *rest = args if args else (kwargs["input"],)
-    rest_kwargs = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
-    if func in _IN_PLACE:
-        func = _IN_PLACE[func]
-    rest = [] if func in (F.relu, F.silu, F.hardswish, F.mish, F.relu6, F.hardsigmoid) else rest
-    function = partial(_applied, func, rest, rest_kwargs)
+    in_place, func = func in _IN_PLACE, _IN_PLACE.get(func, func)
+    if inspect.isfunction(func):  # of torch.nn.functional, of which some take inplace=
+        kwargs = dict(inspect.signature(func).bind(*args, **kwargs).arguments)
+        x, rest, in_place = kwargs.pop("input"), (), kwargs.pop("inplace", False) or in_place
+    else:
+        kwargs = dict(kwargs)
+        x, *rest = args if args else (kwargs.pop("input"),)
+    function = partial(_applied, func, rest, kwargs)
     with torch.no_grad():
         value = function(x)
-    return _through(x, value, function)
+    result = _through(x, value, function)
+    return _written(x, result) if in_place else result
 
 
 def _applied(func: Any, rest: Any, kwargs: Any, x: torch.Tensor) -> torch.Tensor:
@@ -255,6 +281,22 @@ def _rms_norm(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     return _Scaled.apply([value], x, factor)
 
 
+def _group_norm(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "num_groups", "weight", "bias", "eps")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, groups, weight, bias = (given.get(name) for name in names[:4])
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(groups, int)
+    with torch.no_grad():
+        value = func(*args, **kwargs)
+    grouped = x.unflatten(1, (groups, -1)).flatten(2)
+    scale = (grouped.detach().var(2, unbiased=False, keepdim=True) + given.get("eps", 1e-5)).rsqrt()
+    linear = ((grouped - grouped.mean(2, keepdim=True)) * scale).view_as(x)
+    channels = (1, -1, *(1,) * (x.ndim - 2))
+    linear = linear if weight is None else linear * weight.view(channels)
+    return _As.apply([value], linear if bias is None else linear + rules.constant(bias).view(channels))
+
+
 def _affine(place: int, name: str, rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     """A linear map with a bias, which is kept."""
     if name in kwargs and kwargs[name] is not None:
@@ -297,7 +339,9 @@ def _product(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     one, two = args[0], args[1] if len(args) > 1 else kwargs.get("other")
     if not (_live(one) and _live(two)):
         return func(*args, **kwargs)
-    return _halves(func, (one, two), args[2:], kwargs)
+    in_place = func in _IN_PLACE
+    result = _halves(func, (one.clone() if in_place else one, two), args[2:], kwargs)
+    return _written(one, result) if in_place else result
 
 
 def _bilinear(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
@@ -321,8 +365,8 @@ def _halves(func: Any, factors: Any, rest: Any, kwargs: Any) -> Any:
     one, two = factors
     kwargs = {name: value for name, value in kwargs.items() if name != "other"}
     with torch.no_grad():
-        value = func(one.clone() if func in _IN_PLACE else one, two, *rest, **kwargs)
-    func = _IN_PLACE.get(func, func)
+        func = _IN_PLACE.get(func, func)
+        value = func(one, two, *rest, **kwargs)
     linear = func(one, two.detach(), *rest, **kwargs) + func(one.detach(), two, *rest, **kwargs)
     return _As.apply([value], 0.5 * linear)
 
@@ -417,6 +461,9 @@ _IN_PLACE: dict[Any, Any] = {
     torch.Tensor.relu_: torch.relu,
     torch.Tensor.sigmoid_: torch.sigmoid,
     torch.Tensor.tanh_: torch.tanh,
+    torch.Tensor.exp_: torch.exp,
+    torch.Tensor.clamp_: torch.clamp,
+    torch.Tensor.square_: torch.square,
 }
 _SUMS = {
     torch.add, torch.sub, torch.rsub, torch.Tensor.add, torch.Tensor.sub, torch.Tensor.__add__, torch.Tensor.__radd__,
@@ -439,7 +486,8 @@ _ACTIVATIONS = {
     torch.Tensor.relu, torch.Tensor.tanh, torch.Tensor.sigmoid, torch.erf, torch.Tensor.erf, torch.exp,
     torch.Tensor.exp, torch.clamp, torch.Tensor.clamp, torch.square, torch.Tensor.square, torch.log, torch.Tensor.log,
     torch.abs, torch.Tensor.abs, torch.sin, torch.cos, torch.Tensor.sin, torch.Tensor.cos, torch.Tensor.clamp_min,
-    torch.clamp_min, torch.Tensor.relu_, torch.Tensor.tanh_, torch.Tensor.sigmoid_, torch.relu_,
+    torch.clamp_min, torch.Tensor.relu_, torch.Tensor.tanh_, torch.Tensor.sigmoid_, torch.relu_, torch.Tensor.exp_,
+    torch.Tensor.clamp_, torch.Tensor.square_,
 }  # fmt: skip
 _DIVISORS = {
     torch.rsqrt, torch.Tensor.rsqrt, torch.sqrt, torch.Tensor.sqrt, torch.std, torch.Tensor.std, torch.var,
@@ -463,6 +511,7 @@ _RULES: dict[Any, Callable[[Rules, Any, Any, Any], Any]] = {
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
     F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
     F.linear: partial(_affine, 2, "bias"),
     **dict.fromkeys(
         (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d), partial(_affine, 2, "bias")

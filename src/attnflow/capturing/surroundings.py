@@ -323,6 +323,8 @@ class Follower:
                 total = _aligned(output, state.ids, width)
                 state.at.sum = _Sum(total, total, total)
                 return replace(state, at=state.at.sum)
+            if not label:
+                chain.fault = ("the norm behind the addition", "a bias is added to what it gives by hand")
             return None
         if depends and isinstance(state.at, _Sum):
             state.at.goes_on = self._pre_norm = True
