@@ -30,6 +30,7 @@ ALLOWED = {
     "methods": {"trace", "answer", "edges", "graph", "propagate"},
     "routes": {"trace", "answer", "graph", "methods", "propagate"},
     "baselines": {"trace", "answer", "capturing"},
+    "intervening": {"layers", "capturing"},
     "explaining": {"trace", "answer", "capturing", "graph", "methods", "baselines"},
     "faithfulness": {"files", "memory", "trace", "answer", "capturing", "graph", "methods", "baselines"},
     "studies": {"files", "trace", "answer", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
