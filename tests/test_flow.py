@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import reference
+from attnflow import flow as explained_flow
 from attnflow import memory
 from attnflow.propagate import _engine as engine
 from attnflow.propagate._maxflow import kernel
@@ -324,7 +325,7 @@ def test_what_a_query_keeps_to_itself_fixes_its_flow():
 
 
 def test_real_attention_from_cls_is_fixed_by_layer_0(minilm_trace):
-    by_layer = attnflow.flow(minilm_trace, query="[CLS]", layer="all").recipe["checks"]["layers"]
+    by_layer = explained_flow(minilm_trace, query="[CLS]", layer="all").recipe["checks"]["layers"]
     fixed = [checks["fixed_by_layer_0"] for checks in by_layer]
     assert fixed[0] == 0
     assert min(fixed[1:]) > 0.9

@@ -655,7 +655,7 @@ def test_saturation_is_said_in_every_view(minilm):
     lower = attnflow.flow(trace, layer=1)
     assert wording.saturation(lower) is None
     assert "fixed by layer" not in printed(lower)
-    groups = attnflow.group_flow(trace, {"first": range(10), "rest": range(10, 30)})
+    groups = attnflow.group_flow(trace, {str(position): [position] for position in range(5, 15)})
     assert "of these values at layer 5 are as much as the two groups give and take" in wording.saturation(groups)
 
 

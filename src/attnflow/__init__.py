@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attnflow.explaining import explain
     from attnflow.faithfulness.metrics import METRICS
     from attnflow.faithfulness.results import Evaluation
+    from attnflow.faithfulness.routes import route_test
     from attnflow.faithfulness.run import evaluate
     from attnflow.intervening import knockout
     from attnflow.methods import METHODS, flow, flow_bounds, raw, relevance, rollout
@@ -59,10 +60,12 @@ __all__ = [
     "raw",
     "relevance",
     "rollout",
+    "route_test",
     "similarity_to",
 ]
 
 _HOME = {
+    "route_test": "attnflow.faithfulness.routes",
     "knockout": "attnflow.intervening",
     "similarity_to": "attnflow.capturing.target",
     "pooled": "attnflow.capturing.target",

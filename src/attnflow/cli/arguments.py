@@ -46,7 +46,12 @@ def _class(option: str, value: str) -> int | str:
     if not value.strip():
         raise ValueError(f"{option} is empty; give the index or the name of a class")
     number = value.removeprefix("-")
-    return integer(option, value, "an index from 0 on, or a name") if number.isascii() and number.isdecimal() else value
+    if not (number.isascii() and number.isdecimal()):
+        return value
+    index = integer(option, value, expected := "an index from 0 on, or a name")
+    if index < 0:
+        raise ValueError(f"{option} takes {expected}; {value!r} was given")
+    return index
 
 
 def names(text: str) -> list[str]:

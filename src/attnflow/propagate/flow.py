@@ -138,10 +138,10 @@ def flow_of_layers(
 def bound_by_lowest(top: Array, below: Sequence[Array], queries: Sequence[int] | None) -> Array:
     """An upper bound of each flow (query, token) in O(1) a pair, which the layers between cannot change.
 
-    It is min(row sum of the query, column sum of the token in layer 0, A_0[q, t] + the sum over the layers above of what
-    q gives to others there), where q is the query's position, and 0 the layer nearest the input. The third is a cut: the
-    query's own copies on every level lie on one side, all other nodes on the other. Rows whose positions are not known,
-    or are no node of some level, have the two ends alone.
+    It is min(row sum of the query, column sum of the token in layer 0, A_0[q, t] + the sum over the layers above of
+    what q gives to others there), where q is the query's position, and 0 the layer nearest the input. The third is a
+    cut: the query's own copies on every level lie on one side, all other nodes on the other. Rows whose positions are
+    not known, or are no node of some level, have the two ends alone.
 
     >>> low, middle, top = np.full((2, 2), 0.5), np.array([[0.9, 0.1], [0.5, 0.5]]), np.array([[0.8, 0.2]])
     >>> bound_by_lowest(top, [low, middle], [0]).round(2)
@@ -151,8 +151,8 @@ def bound_by_lowest(top: Array, below: Sequence[Array], queries: Sequence[int] |
     nodes = min(len(layer) for layer in below)
     for row, query in enumerate(queries or ()):
         if query < nodes:
-            given = top[row].sum() - top[row, query]
-            given += sum(layer[query].sum() - layer[query, query] for layer in below[1:])
+            rows = (top[row], *(layer[query] for layer in below[1:]))
+            given = sum(np.delete(one, query).sum() for one in rows)
             np.minimum(bound[row], below[0][query] + given, out=bound[row])
     return bound
 

@@ -167,8 +167,8 @@ def saturation(relevance: Relevance) -> str | None:
     advice = "try a lower layer, one head, or a larger residual"
     if relevance.rows == "group":
         return (
-            f"{share:.0%} of these values{where} are as much as the two groups give and take: the layers between them no "
-            f"longer matter; {advice}"
+            f"{share:.0%} of these values{where} are as much as the two groups give and take: the layers between them "
+            f"no longer matter; {advice}"
         )
     one = len(relevance.queries) == 1
     what, query, these = ("this row", "the query", "these") if one else ("these rows", "each query", "its")
