@@ -74,10 +74,10 @@ def route_test(
 
     How strong an edge is: for raw, its weight. For a product, what arrives at its query from the read-out, times its
     weight, times what goes on from its key to the input. For a flow, what runs over it in a maximum flow from the
-    read-out, along its 200 strongest routes, summed over the input tokens, each a flow of its own. For a sum over layers, the size of the edge. Edges
-    that carry nothing are not taken. Random edges, drawn from seed, and the edges of methods are of the same kind:
-    between different positions, visible, and in the last layer from positions that the output is read from.
-
+    read-out, along its 200 strongest routes, summed over the input tokens, each a flow of its own. For a sum over
+    layers, the size of the edge. Edges that carry nothing are not taken. Random edges, drawn from seed, and the edges
+    of methods are of the same kind: between different positions, visible, and in the last layer from positions that the
+    output is read from.
     draws: of random edges, for each set.
 
     Raises ValueError for methods whose edges have no such strength, for k that is not between 1 and the number of
