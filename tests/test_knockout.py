@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from attnflow import Contrast, capture, knockout
 from classifiers import sharpened, small_bert, small_vit, tokenizer
-from families import images
+from families import FAMILIES, images
 
 TEXT = "The keys to the cabinet are on the table."
 SETS = [[(0, 0, 3)], [(1, 4, 2), (1, 4, 3), (0, 1, 0)], [(0, 5, 5), (1, 5, 1)], []]
@@ -164,6 +164,32 @@ def test_a_batch_is_as_one_set_after_the_other_and_padding_is_left_out():
     np.testing.assert_allclose(
         knockout(model, padded, SETS, target="predicted").changes, alone.changes, rtol=1e-3, atol=1e-4
     )
+
+
+def weighed(output):
+    """A number that every position of the output has a part in."""
+    values = output if isinstance(output, torch.Tensor) else next(x for x in output.values() if x.is_floating_point())
+    numbers = values.flatten(1)
+    return numbers @ torch.linspace(-1, 1, numbers.shape[1]) ** 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "t5_encoder", "gpt_oss_sinks", "gemma2_soft_capping", "bloom_alibi", "deberta_v2", "falcon_multi_query", "vit",
+        "siglip_vision_tower", "timm_vit", "timm_eva02", "transformer_encoder", "hand_written_softmax",
+    ],
+)  # fmt: skip
+def test_families_in_a_batch_and_one_by_one(name):
+    model, inputs, _ = FAMILIES[name]()
+    one = {key: value[:1] if key != "mask" else value for key, value in inputs.items()}
+    sets = [[], [(0, 2, 1)], [(0, 3, 2)]]
+    for how in ("hide", "zero"):
+        alone = knockout(model, one, sets, target=weighed, how=how, batch_size=1).changes
+        together = knockout(model, one, sets, target=weighed, how=how, batch_size=3).changes
+        np.testing.assert_allclose(together, alone, rtol=1e-2, atol=5e-6)
+        assert alone[0] == 0
+        assert (alone[1:] != 0).all()
 
 
 def test_padding_on_the_left_is_left_out():
