@@ -195,7 +195,7 @@ def test_saturation_is_said_in_words(run, tmp_path):
     assert f"attnflow: {said}\n" == err
     _, out, err = run(*flow, "-o", tmp_path / "graph.svg", "--picture", "graph")
     assert said in out
-    assert "no longer depend" not in err
+    assert "fixed by layer" not in err
     assert "flow: 9" in (tmp_path / "graph.svg").read_text()
     _, _, err = run(*flow, "--layer", "1", "--json")
     assert err == ""
@@ -260,7 +260,13 @@ ERRORS = {
     "metric before model": (["evaluate", text_file, "--model", "absent", "--metrics", "magic"], "metric 'magic' is"),
     "no metrics": (["evaluate", text_file, "--model", "absent", "--metrics", ""], "metric '' is unknown"),
     "method of data": (["evaluate", text_file, "--model", "absent", "--methods", "raw,magic"], "method 'magic' is"),
-    "target": (["evaluate", text_file, "--model", "absent", "--target", "all"], "--target takes predicted, label, or"),
+    "target": (["evaluate", text_file, "--model", "absent", "--target", "-1"], "--target takes an index from 0"),
+    "against what": (
+        ["evaluate", text_file, "--model", "absent", "--target", "label", "--against", "1"],
+        "--against goes with one class",
+    ),
+    "against nothing": (["text", "Hi", "--method", "chefer", "--against", " "], "--against is empty"),
+    "against without a method": (["text", "Hi", "--against", "1"], "target has no part in rollout"),
     "an option misspelt": (["text", "-foo"], "A text that begins with - goes behind --"),
     "escape": (["text", "Hi", "-o", "a\x1b[31m\n/b.png"], r"cannot write 'a\x1b[31m\n/b.png': the folder"),
     "escape in an option": (["text", "Hi", "--a\x1b[31m"], r"--a\x1b[31m"),

@@ -241,7 +241,7 @@ def test_a_function_of_the_output_as_the_target(pictures):
         ({"methods": [3]}, "method 3 is unknown"),
         ({"metrics": ["pixel-auc"]}, "pixel-auc needs images with masks"),
         ({"settings": {"raw": {"hed": 1}}}, "raw takes no 'hed'; its settings here are .*head"),
-        ({"target": "labl"}, "target, where it is not .* must be a whole number from 0 on; it is 'labl'"),
+        ({"target": "labl"}, "target 'labl' is no class of BertForSequenceClassification: it has LABEL_0"),
         ({"layer": "al"}, "layer, where it is not .* must be a whole number; it is 'al'"),
         ({"seed": -1}, "seed must be a whole number from 0 on; it is -1"),
         ({"batch_size": 1.5}, "batch_size must be a whole number from 1 on; it is 1.5"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import reference
+from attnflow import flow as explained_flow
 from attnflow import memory
 from attnflow.propagate import _engine as engine
 from attnflow.propagate._maxflow import kernel
@@ -308,6 +309,27 @@ def test_saturation_by_query():
     np.testing.assert_array_equal(result.saturated, [[True, True], [False, False]])
     assert result.checks()["saturated_by_query"] == [1.0, 0.0]
     assert result.checks()["saturated"] == 0.5
+
+
+def test_what_a_query_keeps_to_itself_fixes_its_flow():
+    """A query that keeps nearly all to itself has what its own row in layer 0 lets through, and what it gives away."""
+    below = [np.full((3, 3), 1 / 3), np.eye(3) * 0.9 + 0.1 / 3]
+    result = flow([[0.98, 0.01, 0.01], [0.0, 0.5, 0.5]], below, queries=[0, 1])
+    np.testing.assert_allclose(result.values[0], 1 / 3 + 0.02 + 0.2 / 3)
+    assert result.fixed[0].all()
+    assert not result.saturated.any()
+    assert not result.fixed[1].any()
+    checks = result.checks()
+    assert (checks["fixed_by_layer_0"], checks["fixed_by_layer_0_by_query"]) == (0.5, [1.0, 0.0])
+    assert not flow([[0.98, 0.01, 0.01]], below).fixed.any()  # without its position
+
+
+def test_real_attention_from_cls_is_fixed_by_layer_0(minilm_trace):
+    by_layer = explained_flow(minilm_trace, query="[CLS]", layer="all").recipe["checks"]["layers"]
+    fixed = [checks["fixed_by_layer_0"] for checks in by_layer]
+    assert fixed[0] == 0
+    assert min(fixed[1:]) > 0.9
+    assert max(checks["saturated"] for checks in by_layer) < 0.5
 
 
 def test_more_than_fits_is_refused_before_any_work(monkeypatch):

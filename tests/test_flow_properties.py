@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import reference
 from attnflow.propagate.cuts import min_cut
-from attnflow.propagate.flow import flow
+from attnflow.propagate.flow import bound_by_lowest, flow
 
 SETTINGS = settings(max_examples=60, deadline=None)
 CAPACITIES = st.one_of(
@@ -107,3 +107,17 @@ def test_saturated_means_as_much_as_the_ends_allow(layers):
     ends = np.minimum(layers[-1].sum(1)[:, None], layers[0].sum(0)[None, :])
     assert (result.values <= ends * (1 + 1e-9)).all()
     np.testing.assert_array_equal(result.saturated, np.isclose(result.values, ends, rtol=1e-9, atol=0))
+
+
+@SETTINGS
+@given(stacks(least=2), st.data())
+def test_the_lowest_layer_and_what_a_query_keeps_bound_the_flow(layers, data):
+    """Whatever positions the queries have: each is a cut."""
+    highest = data.draw(st.sampled_from([3, min(len(layer) for layer in layers[:-1])])) - 1
+    queries = data.draw(st.lists(st.integers(0, highest), min_size=len(layers[-1]), max_size=len(layers[-1])))
+    result = flow(layers[-1], layers[:-1], queries=queries)
+    bound = bound_by_lowest(layers[-1], layers[:-1], queries)
+    assert (result.values <= bound * (1 + 1e-9)).all()
+    assert (bound <= bound_by_lowest(layers[-1], layers[:-1], None)).all()
+    np.testing.assert_array_equal(result.fixed, np.isclose(result.values, bound, rtol=1e-9, atol=0))
+    assert (result.fixed | ~result.saturated).all()

@@ -645,13 +645,18 @@ def test_saturation_is_said_in_every_view(minilm):
     relevance = attnflow.flow(trace)
     said = wording.saturation(relevance)
     assert said is not None
-    assert "of these values no longer depend on the query" in said
-    assert "equal what layer 0 lets through" in said
+    assert "of these rows is fixed by layer 0 and by how much each query keeps to itself above it" in said
+    assert "the layers above cannot change which of its tokens ranks higher" in said
     for output in (foot_of(layer_map(relevance)), foot_of(text_lines(relevance)), printed(relevance), html(relevance)):
         assert said in output
+    alone = attnflow.flow(trace, query="[CLS]", layer=1)
+    assert alone.recipe["checks"]["saturated"] < 0.5 < alone.recipe["checks"]["fixed_by_layer_0"]
+    assert "of this row is fixed by layer 0 and by how much the query keeps" in wording.saturation(alone)
     lower = attnflow.flow(trace, layer=1)
     assert wording.saturation(lower) is None
-    assert "no longer depend" not in printed(lower)
+    assert "fixed by layer" not in printed(lower)
+    groups = attnflow.group_flow(trace, {str(position): [position] for position in range(5, 15)})
+    assert "of these values at layer 5 are as much as the two groups give and take" in wording.saturation(groups)
 
 
 class TestSigned:

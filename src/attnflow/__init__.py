@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from attnflow.capturing.arrays import load
     from attnflow.capturing.models import load_model
     from attnflow.capturing.rules import RULES
+    from attnflow.capturing.target import Answer, Contrast, Direction, Token, pooled, similarity_to
     from attnflow.edges import EDGES
     from attnflow.explaining import explain
     from attnflow.faithfulness.metrics import METRICS
     from attnflow.faithfulness.results import Evaluation
+    from attnflow.faithfulness.routes import route_test
     from attnflow.faithfulness.run import evaluate
+    from attnflow.intervening import knockout
     from attnflow.methods import METHODS, flow, flow_bounds, raw, relevance, rollout
     from attnflow.propagate.carriers import CARRIERS
     from attnflow.reporting import report
@@ -35,8 +38,12 @@ __all__ = [
     "METHODS",
     "METRICS",
     "RULES",
+    "Answer",
+    "Contrast",
+    "Direction",
     "Evaluation",
     "Relevance",
+    "Token",
     "Trace",
     "capture",
     "capture_batch",
@@ -45,17 +52,29 @@ __all__ = [
     "flow",
     "flow_bounds",
     "group_flow",
+    "knockout",
     "load",
     "load_model",
     "min_cut",
     "paths",
+    "pooled",
     "raw",
     "relevance",
     "report",
     "rollout",
+    "route_test",
+    "similarity_to",
 ]
 
 _HOME = {
+    "route_test": "attnflow.faithfulness.routes",
+    "knockout": "attnflow.intervening",
+    "similarity_to": "attnflow.capturing.target",
+    "pooled": "attnflow.capturing.target",
+    "Token": "attnflow.capturing.target",
+    "Direction": "attnflow.capturing.target",
+    "Contrast": "attnflow.capturing.target",
+    "Answer": "attnflow.capturing.target",
     "BASELINES": "attnflow.baselines",
     "CARRIERS": "attnflow.propagate.carriers",
     "EDGES": "attnflow.edges",

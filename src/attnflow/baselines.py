@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from attnflow.answer import Relevance
 from attnflow.capturing.rules import RULES, Rules
-from attnflow.capturing.target import Chosen, Target
+from attnflow.capturing.target import Chosen, Target, resolved
 from attnflow.trace import Trace
 
 # An error of completeness above which a warning says what was not covered.
@@ -110,11 +110,10 @@ def integrated_gradients(
         raise ModuleNotFoundError("integrated gradients need Captum: pip install 'attnflow[captum]'") from error
     values, run = _entrance(model, inputs)
     start = _beginning(path_from, values, trace, model, inputs)
-    chosen = Chosen(target)
+    chosen = Chosen(resolved(target, model))
     with torch.no_grad():
         chosen(run(values))
-    # The class predicted for the input stays the target all along the path.
-    fixed = target if chosen.indices is None else chosen.indices[0]
+    fixed = chosen.settled  # the class predicted for the input stays the target all along the path
 
     def forward(path: torch.Tensor) -> torch.Tensor:
         return Chosen(fixed)(run(path))
@@ -191,7 +190,7 @@ def _gradient(
 ) -> Relevance:
     """One backward pass to the embeddings, then one number per token: reduce takes (token, dim) twice."""
     values, run = _entrance(model, inputs)
-    chosen = Chosen(target)
+    chosen = Chosen(resolved(target, model))
     mode = None if rules is None else Rules(rules)
     with torch.enable_grad():
         values = values.requires_grad_()

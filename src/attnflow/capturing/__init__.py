@@ -18,7 +18,7 @@ from attnflow.capturing.recorder import Recording, WeightsOf, record
 from attnflow.capturing.replay import Pass
 from attnflow.capturing.rules import RULES
 from attnflow.capturing.structure import Mixers, Structure
-from attnflow.capturing.target import Chosen, Target
+from attnflow.capturing.target import Answer, Chosen, Target, resolved
 from attnflow.layers import Layer
 from attnflow.trace import Trace
 
@@ -81,7 +81,9 @@ def capture_batch(
     tokenizer: names the tokens and tells which are special. tokens: labels of one example's positions instead.
 
     target: with one, every layer keeps the gradient of its attention weights for that number of the output: a class or
-    token id, one per example, "predicted", or a function of the model's output that returns one score per example.
+    token id, the name of a class, a list of one per example, "predicted", a pair (a, b) for a rather than b; a value of
+    `capturing.target` (Contrast, Token, Answer, Similarity, Direction); with generate= "answer", for the
+    log-probability of what the model wrote; or a function of the model's output that returns one score per example.
     Logits (batch, token, vocabulary) are read at the last token. Parameters' gradients are left as they were.
 
     rules: how gradients are taken: by a set of `attnflow.RULES`, under which gradients times what they are of add up
@@ -133,10 +135,12 @@ def capture_batch(
         written = generation.written(model, args, kwargs, generate)
         same: CaptureSettings = {"tokenizer": tokenizer, "tokens": tokens, "target": target, "layers": layers}
         same |= {"weights": weights, "prove": prove, "mixers": mixers, "tower": tower, "rules": rules, "keep": keep}
-        return [_answer(capture(model, one, **same), start) for one, start in written]
+        return [_answer(model, one, start, same) for one, start in written]
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
         huggingface.check_ids(ids, model, tokenizer)
+    if target is not None:
+        target = resolved(target, model, kwargs.get("decoder_input_ids", ids))
     if rules is not None and target is None:
         raise ValueError(f"rules={rules!r} say how gradients of a target are taken, and there is none: give target=")
     if rules is not None and rules not in RULES:
@@ -210,8 +214,12 @@ def _weights_of(weights: str | WeightsOf | None) -> WeightsOf | None:
     return named
 
 
-def _answer(trace: Trace, start: int) -> Trace:
+def _answer(model: torch.nn.Module, inputs: dict[str, Any], start: int, settings: CaptureSettings) -> Trace:
     """The trace of one prompt with its answer, which begins `start` tokens into the stream that wrote it."""
+    if settings.get("target") == "answer":
+        ids: Any = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+        settings = {**settings, "target": Answer(ids[0, start:].tolist())}
+    trace = capture(model, inputs, **settings)
     return replace(trace, generated_from=(trace.decoder_start or 0) + start)
 
 

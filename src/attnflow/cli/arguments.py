@@ -32,6 +32,28 @@ def layer(value: str) -> Any:
     return value if value == "all" else integer("--layer", value, 'a number or "all"')
 
 
+def target(wanted: str | None, against: str | None) -> Any:
+    """What --target and --against ask for: an index, a name, or a pair of these; predicted where there is no target."""
+    if against is None:
+        return None if wanted is None else _class("--target", wanted)
+    if wanted == "label":
+        raise ValueError("--against goes with one class as --target, or predicted; label is another in each example")
+    return _class("--target", wanted or "predicted"), _class("--against", against)
+
+
+def _class(option: str, value: str) -> int | str:
+    """The index of a class, or its name, which the model knows."""
+    if not value.strip():
+        raise ValueError(f"{option} is empty; give the index or the name of a class")
+    number = value.removeprefix("-")
+    if not (number.isascii() and number.isdecimal()):
+        return value
+    index = integer(option, value, expected := "an index from 0 on, or a name")
+    if index < 0:
+        raise ValueError(f"{option} takes {expected}; {value!r} was given")
+    return index
+
+
 def names(text: str) -> list[str]:
     """The names in a list with commas between them."""
     return [name.strip() for name in text.split(",")]

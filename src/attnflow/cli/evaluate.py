@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnflow.cli.arguments import Integer, check_model, integer, names
+from attnflow.cli.arguments import Integer, check_model, names
 from attnflow.cli.arguments import layer as layer_number
+from attnflow.cli.arguments import target as wanted_target
 from attnflow.cli.printing import note, print_json, print_table, progress, take_messages, working
 from attnflow.files import named
 
 if TYPE_CHECKING:
     from attnflow.faithfulness.results import Summary
-
-
-_TARGETS = "predicted, label, or the index of a class"
 
 
 def evaluate(
@@ -29,6 +27,7 @@ def evaluate(
     methods: str = "raw,rollout,flow",
     metrics: str | None = None,
     target: str = "predicted",
+    against: str | None = None,
     layer: Annotated[str, Parameter(allow_leading_hyphen=True)] = "-1",
     blank: Literal["unk", "mask", "pad", "delete", "zero", "mean", "blur"] | None = None,
     special: Annotated[bool, Parameter(negative=())] = False,
@@ -63,7 +62,9 @@ def evaluate(
         negative-perturbation; with masks pixel-accuracy, mean-iou, average-precision, pixel-auc, pointing-game. On
         request only: randomised-weights.
     target
-        The class explained: predicted, label, or its index.
+        The class explained: predicted, label, its index, or its name.
+    against
+        Another class, by index or name: explain why the target rather than this one.
     layer
         The layer explained, or "all".
     blank
@@ -96,7 +97,7 @@ def evaluate(
         from attnflow.faithfulness.run import check_names, check_output, evaluate
 
         chosen, measured = check_names(names(methods), None if metrics is None else names(metrics))
-        what = target if target in ("predicted", "label") else integer("--target", target, _TARGETS)
+        what = wanted_target(target, against)
         check_model(model)
         if output is not None:
             check_output(output)

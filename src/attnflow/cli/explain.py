@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from attnflow.cli.arguments import Integer, check_model, check_outputs, integer, names
 from attnflow.cli.arguments import layer as layer_number
+from attnflow.cli.arguments import target as wanted_target
 from attnflow.cli.printing import note, print_json, print_relevance, progress, take_messages, working
 from attnflow.files import named
 from attnflow.memory import check_memory, check_pixels
@@ -36,8 +37,11 @@ class Options:
     and beside them are random, gradient-norm, gradient-sum, gradient-x-input, integrated-gradients, libra, attnlrp and
     cp-lrp."""
     target: str | None = None
-    """What methods that need gradients explain: the index of a class or token, or "predicted". By default predicted of
-    a model that gives logits, else the norm of its output."""
+    """What methods that need gradients explain: the index of a class or token, the name of a class, "predicted", or
+    with --generate "answer", all that was written. By default predicted of a model that gives logits, else the norm of
+    its output."""
+    against: str | None = None
+    """Another class or token, by index or name: explain why the target (predicted unless told) rather than this one."""
     rules: str | None = None
     """How gradients are taken: by libra, attnlrp or cp-lrp, rules under which relevance adds up."""
     query: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
@@ -275,9 +279,7 @@ def _run(model: Any, inputs: Any, options: Options, *, tokenizer: Any = None, **
 
 
 def _target(options: Options) -> Any:
-    if options.target is None or options.target == "predicted":
-        return options.target
-    return integer("--target", options.target, '"predicted", or the index of a class')
+    return wanted_target(options.target, options.against)
 
 
 def _methods(options: Options) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from attnflow.baselines import BASELINES
+from attnflow.capturing.target import Asked, asked, resolved
 from attnflow.faithfulness import journal
 from attnflow.faithfulness.example import (
     EvaluationTarget,
@@ -66,8 +67,9 @@ def evaluate(
     width) as the model takes them and a mask (height, width), nonzero inside. An example may also be a function without
     arguments that returns it, called in its turn, so that a data set need not fit in memory.
     methods: names in METHODS or BASELINES. metrics: names in METRICS; None for all that fit the first example.
-    target: the class explained: "predicted" by the model, the example's "label", an index, or a function of the model's
-    output that returns one score per case. Tests that remove tokens watch its probability (the function's value).
+    target: the class explained: "predicted" by the model, the example's "label", an index, or a name. Or a pair (a, b)
+    for a rather than b, another value of `capturing.target`, or a function of the model's output that returns one score
+    per case. Tests that remove tokens watch a class's probability, and the value of any other target.
     query: the output position explained, as the methods take it; "readout" is the trace's own, or the mean over all.
     layer: the layer explained, or "all". settings: further settings of a method, by its name. gradient: the baseline
     that gradient correlations are with; it has none itself. special: whether special tokens may be removed and take
@@ -91,8 +93,10 @@ def evaluate(
     layer = (
         layer if isinstance(layer, str) and layer == "all" else _whole_number('layer, where it is not "all",', layer)
     )
-    if not callable(target) and (not isinstance(target, str) or target not in ("predicted", "label")):
-        target = _whole_number('target, where it is not "predicted", "label" or a function,', target, 0)
+    if not callable(target) and not isinstance(target, str | tuple | Asked):
+        target = _whole_number("target, where it is no name, pair, value or function,", target, 0)
+    if not callable(target) and target != "label":
+        target = resolved(target, model)  # pyright: ignore[reportAssignmentType]
     partial = None if output is None else check_output(Path(output))
     examples = map(opened, data)
     beginning, first = until_first(examples)
@@ -234,14 +238,14 @@ def _check(model: torch.nn.Module, first: tuple[Any, ...], plan: Plan) -> None:
     masked = [name for name in plan.metrics if METRICS[name].needs == "mask"]
     if masked and len(first) < 3:
         raise ValueError(f"{masked[0]} needs images with masks: give data as (pixels, label, mask)")
-    if correct and callable(plan.target):
+    if correct and not isinstance(plan.target, int | str):
         raise ValueError(f"{correct[0]} asks whether the predicted class changes: the target must be a class")
 
 
 def _recipe(model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
     """What decides the values: for the file, and to tell whether a run that is resumed is the same."""
     names = ("methods", "metrics", "query", "layer", "settings", "gradient", "blank", "special", "seed")
-    target = getattr(plan.target, "__name__", "function") if callable(plan.target) else plan.target
+    target = asked(plan.target).words
     tokens = "special tokens are " + ("removed like others" if plan.special else "never removed and not correlated")
     recipe = {
         **{name: getattr(plan, name) for name in names},

@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from attnflow.baselines import blurred
+from attnflow.capturing.target import Asked
 
 Keep: TypeAlias = NDArray[np.bool_]
 Reading: TypeAlias = Literal["probability", "logit", "correct"]
 TextBlank: TypeAlias = Literal["unk", "mask", "pad", "delete"]
 ImageBlank: TypeAlias = Literal["zero", "mean", "blur"]
-ScoreTarget: TypeAlias = int | Callable[[Any], Any]
+ScoreTarget: TypeAlias = int | Asked | Callable[[Any], Any]
 
 READINGS: tuple[Reading, ...] = get_args(Reading)
 TEXT_BLANKS: tuple[TextBlank, ...] = get_args(TextBlank)
@@ -96,11 +97,12 @@ def text_score(
     """The score function of one text: tokens that are not kept become a blank token, or are deleted.
 
     inputs: what the tokenizer made of it, a batch of one without padding, on the model's device. roles: one per token.
-    target: the index of a class, or a function of the model's output that returns one score per case.
+    target: the index of a class, a settled value of `capturing.target`, or a function of the model's output that
+    returns one score per case.
     blank: the tokenizer's "unk" (the paper's), "mask" or "pad" token, which is attended to like any other; or "delete":
     the tokens behind it move up, and shorter cases are padded and masked.
     reading: the target's "probability" (softmax of the logits), its "logit", or "correct": 1 where it has the highest
-    logit and 0 elsewhere. A function as the target is read as it is. special: whether special tokens may be removed.
+    logit and 0 elsewhere. Any other target is read as it is. special: whether special tokens may be removed.
 
     Raises ValueError for inputs that do not fit, and for a blank that the tokenizer does not have.
     """
@@ -169,6 +171,8 @@ def read(output: Any, target: ScoreTarget, reading: Reading, attention_mask: Any
 
     Raises ValueError for an output without logits, or without this class among them.
     """
+    if isinstance(target, Asked):
+        return target.scores(output, attention_mask).reshape(-1).cpu().double()
     if callable(target):
         return target(output).reshape(-1).cpu().double()
     logits: Any = getattr(output, "logits", output)

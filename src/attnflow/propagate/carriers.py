@@ -113,7 +113,7 @@ def product(graph: Graph, progress: Progress | None) -> Carried:
 
 def maximum_flow(graph: Graph, progress: Progress | None) -> Carried:
     """The maximum flow from each query to each token, with the edges as capacities, every pair a problem of its own."""
-    results = _flow.flow_of_layers(*capacities(graph), progress=progress)
+    results = _flow.flow_of_layers(*capacities(graph), queries=graph.queries, progress=progress)
     return Carried([result.values for result in results], [result.checks() for result in results])
 
 

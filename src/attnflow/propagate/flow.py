@@ -30,18 +30,22 @@ class FlowResult:
     value was found and no way is left to send more, so it equals a minimum cut.
     saturated: bool (query, token), where the value equals min(sum of the query's row in the explained layer, sum of
     the token's column in the layer nearest the input): as much as the two ends allow, whatever lies between.
+    fixed: bool (query, token), where the value equals `bound_by_lowest`, which is no more than that: set by the layer
+    nearest the input, and by how much the query keeps to itself above it.
     tolerance: the largest difference between a value and its certificate, as a share of the value.
     """
 
     values: Array
     certificates: NDArray[np.uint8]
     saturated: NDArray[np.bool_]
+    fixed: NDArray[np.bool_]
     tolerance: float = TOLERANCE
 
     def checks(self) -> dict[str, Any]:
         """The facts that belong into a recipe: shares of pairs between 0 and 1, and the tolerance.
 
-        saturated_by_query: the share of saturated tokens for each query, in the order of the rows.
+        fixed_by_layer_0: that of pairs which are `fixed`. saturated_by_query, fixed_by_layer_0_by_query: the shares of
+        such tokens for each query, in the order of the rows.
         """
 
         def share(pairs: NDArray[np.bool_]) -> float:
@@ -53,6 +57,8 @@ class FlowResult:
             "tolerance": self.tolerance,
             "saturated": share(self.saturated),
             "saturated_by_query": [share(row) for row in self.saturated],
+            "fixed_by_layer_0": share(self.fixed),
+            "fixed_by_layer_0_by_query": [share(row) for row in self.fixed],
         }
 
 
@@ -64,7 +70,12 @@ class Bounds(NamedTuple):
 
 
 def flow(
-    top: Any, below: Sequence[Any], *, sinks: Sequence[int] | None = None, progress: Progress | None = None
+    top: Any,
+    below: Sequence[Any],
+    *,
+    queries: Sequence[int] | None = None,
+    sinks: Sequence[int] | None = None,
+    progress: Progress | None = None,
 ) -> FlowResult:
     """The maximum flow from each query to each input token, every pair an independent problem.
 
@@ -76,6 +87,7 @@ def flow(
     under it, layer 0 (nearest the input) first. Any shapes that chain, any rows, sums and zeros. Tensors on a GPU
     are copied to the CPU, where the work is done, in float64 and on as many threads as numba is set to use
     (`numba.set_num_threads`); the values do not depend on how many.
+    queries: the positions of the rows, for what they keep to themselves (`bound_by_lowest`).
     sinks: the positions of the input tokens wanted, all if absent; the columns of the answer follow them.
     progress: called now and then with (pairs done, pairs in all).
 
@@ -89,27 +101,65 @@ def flow(
     >>> flow([[0.6, 0.4]], [[[0.7, 0.3], [0.2, 0.8]]]).values
     array([[0.8, 0.7]])
     """
-    return flow_of_layers([top], below, sinks=sinks, progress=progress)[0]
+    return flow_of_layers([top], below, queries=queries, sinks=sinks, progress=progress)[0]
 
 
 def flow_of_layers(
-    tops: Sequence[Any], below: Sequence[Any], *, sinks: Sequence[int] | None = None, progress: Progress | None = None
+    tops: Sequence[Any],
+    below: Sequence[Any],
+    *,
+    queries: Sequence[int] | None = None,
+    sinks: Sequence[int] | None = None,
+    progress: Progress | None = None,
 ) -> list[FlowResult]:
     """The flow of several layers in turn, the topmost last: what they have in common is computed once.
 
     tops: the rows (query, key) of consecutive explained layers; the last lies over all of `below`, the one before
-    over all but the last of it, and so on, at least one over none. The rest is as for `flow`.
+    over all but the last of it, and so on, at least one over none. queries: the positions of the rows, for what they
+    keep to themselves (`bound_by_lowest`). The rest is as for `flow`.
     """
     rows, layers = _layers(tops, below, sinks)
     results = list[FlowResult]()
     if len(rows) > len(layers):
         (direct, *rows), shape = rows, rows[0].shape
-        results.append(FlowResult(direct, np.ones(shape, np.uint8), np.zeros(shape, np.bool_)))
+        nothing_between = np.zeros(shape, np.bool_)
+        results.append(FlowResult(direct, np.ones(shape, np.uint8), nothing_between, nothing_between))
     if rows:
-        for top, solved in zip(rows, _engine.solve(rows, layers, "EXACT", progress), strict=True):
-            ends = np.minimum(top.sum(axis=1)[:, None], layers[0].sum(axis=0)[None, :])
-            results.append(FlowResult(solved.values, solved.known, solved.values >= ends * (1 - TOLERANCE)))
+        solutions = _engine.solve(rows, layers, "EXACT", progress)
+        for depth, (top, solved) in enumerate(zip(rows, solutions, strict=True), len(layers) - len(rows) + 1):
+            through = layers[:depth]
+            least = solved.values / (1 - TOLERANCE)
+            saturated = least >= _ends(top, through)
+            fixed = least >= bound_by_lowest(top, through, queries)
+            results.append(FlowResult(solved.values, solved.known, saturated, fixed))
     return results
+
+
+def bound_by_lowest(top: Array, below: Sequence[Array], queries: Sequence[int] | None) -> Array:
+    """An upper bound of each flow (query, token) in O(1) a pair, which the layers between cannot change.
+
+    It is min(row sum of the query, column sum of the token in layer 0, A_0[q, t] + the sum over the layers above of
+    what q gives to others there), where q is the query's position, and 0 the layer nearest the input. The third is a
+    cut: the query's own copies on every level lie on one side, all other nodes on the other. Rows whose positions are
+    not known, or are no node of some level, have the two ends alone.
+
+    >>> low, middle, top = np.full((2, 2), 0.5), np.array([[0.9, 0.1], [0.5, 0.5]]), np.array([[0.8, 0.2]])
+    >>> bound_by_lowest(top, [low, middle], [0]).round(2)
+    array([[0.8, 0.8]])
+    """
+    bound = _ends(top, below)
+    nodes = min(len(layer) for layer in below)
+    for row, query in enumerate(queries or ()):
+        if query < nodes:
+            rows = (top[row], *(layer[query] for layer in below[1:]))
+            given = sum(np.delete(one, query).sum() for one in rows)
+            np.minimum(bound[row], below[0][query] + given, out=bound[row])
+    return bound
+
+
+def _ends(top: Array, below: Sequence[Array]) -> Array:
+    """The smaller of what a query's row and a token's column hold, (query, token)."""
+    return np.minimum(top.sum(axis=1)[:, None], below[0].sum(axis=0)[None, :])
 
 
 def flow_bounds(

@@ -156,16 +156,25 @@ def notes(relevance: Relevance, scores: NDArray[np.float64], ends: Scale, *, zer
 
 
 def saturation(relevance: Relevance) -> str | None:
-    """That most values of a flow are set by its two ends alone, if they are (`FlowResult.saturated`)."""
+    """That most values of a flow are fixed by the lowest layer, if they are (`FlowResult.fixed`)."""
     checks = relevance.recipe.get("checks", {})
-    share = checks["layers"][-1]["saturated"] if "layers" in checks else checks.get("saturated", 0.0)
+    checks = checks["layers"][-1] if "layers" in checks else checks
+    share = checks.get("fixed_by_layer_0", checks.get("saturated", 0.0))  # the second in files of older versions
     if share <= SATURATED:
         return None
     start = relevance.recipe.get("settings", {}).get("start_layer") or 0
     where = f" at layer {relevance.layers[-1]}" if len(relevance.layers) > 1 else ""
+    advice = "try a lower layer, one head, or a larger residual"
+    if relevance.rows == "group":
+        return (
+            f"{share:.0%} of these values{where} are as much as the two groups give and take: the layers between them "
+            f"no longer matter; {advice}"
+        )
+    one = len(relevance.queries) == 1
+    what, query, these = ("this row", "the query", "these") if one else ("these rows", "each query", "its")
     return (
-        f"{share:.0%} of these values{where} no longer depend on the query: they equal what layer {start} lets through "
-        "to the token; try a lower layer, one head, or a larger residual"
+        f"{share:.0%} of {what}{where} is fixed by layer {start} and by how much {query} keeps to itself above it: the "
+        f"layers above cannot change which of {these} tokens ranks higher; {advice}"
     )
 
 
