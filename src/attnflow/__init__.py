@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from attnflow.methods import METHODS, flow, flow_bounds, raw, relevance, rollout
     from attnflow.propagate.carriers import CARRIERS
     from attnflow.routes import group_flow, min_cut, paths
+    from attnflow.running.engine import run
+    from attnflow.running.results import Run, read
     from attnflow.trace import Trace
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "RULES",
     "Evaluation",
     "Relevance",
+    "Run",
     "Trace",
     "capture",
     "capture_batch",
@@ -49,8 +52,10 @@ __all__ = [
     "min_cut",
     "paths",
     "raw",
+    "read",
     "relevance",
     "rollout",
+    "run",
 ]
 
 _HOME = {
@@ -74,9 +79,12 @@ _HOME = {
     "min_cut": "attnflow.routes",
     "paths": "attnflow.routes",
     "raw": "attnflow.methods",
+    "read": "attnflow.running.results",
     "relevance": "attnflow.methods",
     "RULES": "attnflow.capturing.rules",
+    "Run": "attnflow.running.results",
     "rollout": "attnflow.methods",
+    "run": "attnflow.running.engine",
 }
 
 
