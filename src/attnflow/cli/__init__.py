@@ -11,6 +11,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 from attnflow.cli.evaluate import evaluate
 from attnflow.cli.explain import array, image, text
 from attnflow.cli.printing import console, escape_what_cannot_be_encoded, note, print_json, print_table
+from attnflow.cli.run import run
 from attnflow.cli.study import study
 from attnflow.files import named
 
@@ -26,7 +27,7 @@ app = App(
 )
 
 
-for command in (text, image, array, evaluate, study):
+for command in (text, image, array, run, evaluate, study):
     app.command(command)
 
 

@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Unpack
 
-import pyarrow as pa
 import torch
 
 from attnflow.capturing import huggingface, vision
@@ -23,6 +22,7 @@ from attnflow.memory import free_memory
 from attnflow.running import processes, shards, sources
 from attnflow.running.plan import Plan, RunTarget, Subject
 from attnflow.running.results import Run, read
+from attnflow.running.shards import Table
 from attnflow.running.sources import Example
 from attnflow.running.worker import Worker
 
@@ -80,8 +80,8 @@ def run(
     the estimated size before the run, and after Ctrl-C how to go on.
 
     Raises ValueError for unknown names, settings or columns, for a folder of another run (other settings, methods,
-    weights, versions, or examples), while another process writes to it, and if a first shard holds nothing but
-    failures; OSError for a folder that cannot be written and for a full disk, behind which all shards are whole.
+    weights, versions, or examples), while another process writes to it, and if a method explains none of the first
+    examples; OSError for a folder that cannot be written and for a full disk, behind which all shards are whole.
     """
     methods = tuple(dict.fromkeys([method] if isinstance(method, str) else method))
     check_methods(methods, target)  # pyright: ignore[reportArgumentType]
@@ -117,7 +117,7 @@ def run(
     with shards.opened(folder, {"recipe": _recipe(subject, plan), "data": source.facts}) as kept:
         finished, explained = kept.finished()
         if source.count is not None and finished and max(finished) >= source.count:
-            raise ValueError(_fewer(folder, source.count))
+            raise ValueError(_fewer(folder))
         left = _Left(sources.in_order(examples, shuffle, limit), finished, folder, whole=limit is None)
         beginning, pending = sources.peeked(iter(left), _TRIED)
         if not beginning:
@@ -134,17 +134,13 @@ def run(
                 progress(left.before + done[0], total)
 
         chunks = iter(lambda: list(islice(pending, shard_size)), list[Example]())
-        if workers == 1:
-            tables = _here(worker, chunks, finish)
-        else:
-            tables = processes.tables(chunks, load, plan, workers)
+        tables = _here(worker, chunks, finish) if workers == 1 else processes.tables(chunks, load, plan, workers)
         del worker, subject  # of which each process has its own
         try:
             with closing(tables):
                 for table in tables:
-                    explained = explained or table["error"].null_count > 0
-                    if not explained:
-                        raise ValueError(_nothing(table))
+                    explained |= shards.explained_by(table)
+                    _check_explained(table, [name for name in methods if name not in explained])
                     kept.write(table)
                     if workers > 1:
                         finish(len(table["example"].unique()))
@@ -167,8 +163,7 @@ class _Left:
         self.before = 0
 
     def __iter__(self) -> Iterator[Example]:
-        number = -1
-        for number, example in enumerate(self._examples):
+        for example in self._examples:
             known = self._finished.get(example.number)
             if known is None:
                 yield example
@@ -180,29 +175,32 @@ class _Left:
                 )
             self.before += 1
         if self._whole and self.before < len(self._finished):
-            raise ValueError(_fewer(self._folder, number + 1))
+            raise ValueError(_fewer(self._folder))
 
 
-def _fewer(folder: Path, count: int) -> str:
-    return (
-        f"{named(folder)} holds examples that are none of these {count}; give all the data to go on with it, or write "
-        "to another folder"
-    )
+def _fewer(folder: Path) -> str:
+    return f"{named(folder)} holds more examples than the data; give all of them to go on, or write to another folder"
 
 
-def _nothing(table: pa.Table) -> str:
-    count = len(table["example"].unique())
-    return f"none of the first {count} examples could be explained: {table['error'][0].as_py()}"
+def _check_explained(table: Table, lacking: Sequence[str]) -> None:
+    """Raise ValueError for methods without a single answer so far, with the first error of one of them."""
+    if lacking:
+        methods, errors = (table[name].to_pylist() for name in ("method", "error"))
+        why = next(error for name, error in zip(methods, errors, strict=True) if name in (None, lacking[0]))
+        count = len(table["example"].unique())
+        raise ValueError(
+            f"{lacking[0]} explains none of the first {count} examples: {why}; leave it out, or change what it needs"
+        )
 
 
-def _here(worker: Worker, chunks: Iterable[list[Example]], progress: Callable[[int], object]) -> Generator[pa.Table]:
+def _here(worker: Worker, chunks: Iterable[list[Example]], progress: Callable[[int], object]) -> Generator[Table]:
     """The rows of each chunk, made in this process."""
     for chunk in chunks:
         yield worker.table(chunk, progress)
 
 
 def _say_size(
-    rows: pa.Table, tried: int, left: int, shard_size: int, folder: Path, note: Callable[[str], object] | None
+    rows: Table, tried: int, left: int, shard_size: int, folder: Path, note: Callable[[str], object] | None
 ) -> None:
     """Say what the run will take on the disk, by the rows of a few examples, and refuse what has no room."""
     frame = shards.stored_size(rows.slice(0, 0))

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from attnflow.capturing.inputs import module_of
+from attnflow.capturing.vision import VisionModel
 
 RunTarget: TypeAlias = int | Literal["predicted", "label"] | Callable[[Any], Any]
 
@@ -44,14 +45,18 @@ class Subject:
 
         Raises ValueError for anything else, and for a model in training mode.
         """
-        prepare = getattr(given, "prepare", None)
-        if isinstance(given, tuple) and len(given) == 2:
-            given, tokenizer = given
-        elif callable(prepare) and not isinstance(given, torch.nn.Module):
-            given = given.model
-        else:
-            prepare = None
-        module_of(given)
-        if given.training:
+        prepare = None
+        if isinstance(given, VisionModel):
+            given, prepare = given.model, given.prepare
+        elif isinstance(given, tuple):
+            given, tokenizer = _pair(given)
+        model, _ = module_of(given)
+        if model.training:
             raise ValueError("the model is in training mode, where its output is random: call model.eval() first")
-        return cls(given, tokenizer, prepare)
+        return cls(model, tokenizer, prepare)
+
+
+def _pair(given: tuple[Any, ...]) -> tuple[Any, Any]:
+    if len(given) != 2:
+        raise ValueError(f"a model is given alone or as (model, tokenizer); a tuple of {len(given)} was given")
+    return given

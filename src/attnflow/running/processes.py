@@ -17,9 +17,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from attnflow.running.plan import Plan
+    from attnflow.running.shards import Table
     from attnflow.running.sources import Example
     from attnflow.running.worker import Worker
 
@@ -37,7 +36,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def tables(chunks: Iterable[list[Example]], load: Callable[[], Any], plan: Plan, workers: int) -> Generator[pa.Table]:
+def tables(chunks: Iterable[list[Example]], load: Callable[[], Any], plan: Plan, workers: int) -> Generator[Table]:
     """The rows of each chunk, as soon as one of so many processes has made them.
 
     load: makes the model, once in each process. Whatever ends the caller, and if it is killed, ends the processes.
@@ -100,6 +99,6 @@ def _end_with(watched: Connection) -> None:
     os._exit(1)
 
 
-def _explain(chunk: list[Example]) -> pa.Table:
+def _explain(chunk: list[Example]) -> Table:
     assert _worker is not None
     return _worker.table(chunk)

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 
 from attnflow.answer import Relevance
 from attnflow.files import named
 from attnflow.memory import check_memory
-from attnflow.running.shards import COLUMNS, facts_of, read_manifest, read_shard, shards
+from attnflow.running.shards import COLUMNS, Table, facts_of, read_manifest, read_shard, shards
+
+_pc: Any = pyarrow.compute  # which makes its functions as it is loaded
 
 _SUMMED = ["example", "method", "special", "saturated", "error"]
 
@@ -46,7 +48,7 @@ class Run:
         return f"<Run: {named(self.path)}, {len(self.shards)} shards>"
 
     @cached_property
-    def table(self) -> pa.Table:
+    def table(self) -> Table:
         """One row for each example and method, by example and then in the order of the methods; see `COLUMNS`.
 
         Raises MemoryError for more than memory holds: the shards are Parquet files, to be read one by one.
@@ -54,13 +56,13 @@ class Run:
         needed = 4 * sum(path.stat().st_size for path in self.shards)
         check_memory(needed, f"the table of {len(self.shards):,} shards", "read them one by one (Run.shards)")
         found = self._read(None)
-        return found.filter(pc.is_null(found["error"]))  # pyright: ignore[reportAttributeAccessIssue]
+        return found.filter(_pc.is_null(found["error"]))
 
     @cached_property
     def failed(self) -> list[Failed]:
         """Every example that could not be explained, and every method on one, with its error."""
         found = self._read(["example", "name", "method", "error"])
-        found = found.filter(pc.is_valid(found["error"]))  # pyright: ignore[reportAttributeAccessIssue]
+        found = found.filter(_pc.is_valid(found["error"]))
         return [Failed(**row) for row in found.to_pylist()]
 
     def relevance(self, example: int, method: str | None = None) -> Relevance:
@@ -79,7 +81,7 @@ class Run:
             raise ValueError(f"this run has no method {method!r}; its methods are {', '.join(methods)}")
         for path in self._likely(example):
             found = read_shard(path)
-            found = found.filter(pc.equal(found["example"], example))  # pyright: ignore[reportAttributeAccessIssue]
+            found = found.filter(_pc.equal(found["example"], example))
             for row in found.to_pylist():
                 if row["error"] is not None and row["method"] in (None, method):
                     raise ValueError(f"example {example} ({row['name']}) failed: {row['error']}")
@@ -97,8 +99,8 @@ class Run:
         hold, with the first reason ("why").
         """
         found = self._read(_SUMMED)
-        ok = found.filter(pc.is_null(found["error"]))  # pyright: ignore[reportAttributeAccessIssue]
-        of_method = {name: ok.filter(pc.equal(ok["method"], name)) for name in self.manifest["recipe"]["methods"]}  # pyright: ignore[reportAttributeAccessIssue]
+        ok = found.filter(_pc.is_null(found["error"]))
+        of_method = {name: ok.filter(_pc.equal(ok["method"], name)) for name in self.manifest["recipe"]["methods"]}
         explained = len(ok["example"].unique())
         every = len(found["example"].unique())
         facts = [facts_of(read_shard(path, [])) for path in self.shards]
@@ -111,8 +113,8 @@ class Run:
             "methods": {
                 name: {
                     "rows": rows.num_rows,
-                    "special": pc.mean(rows["special"]).as_py(),  # pyright: ignore[reportAttributeAccessIssue]
-                    "saturated": pc.mean(rows["saturated"]).as_py(),  # pyright: ignore[reportAttributeAccessIssue]
+                    "special": _pc.mean(rows["special"]).as_py(),
+                    "saturated": _pc.mean(rows["saturated"]).as_py(),
                 }
                 for name, rows in of_method.items()
             },
@@ -122,7 +124,7 @@ class Run:
             "why": next((one["why"] for one in facts if one["why"]), None),
         }
 
-    def _read(self, columns: list[str] | None) -> pa.Table:
+    def _read(self, columns: list[str] | None) -> Table:
         names = list(COLUMNS) if columns is None else columns
         empty = pa.table({name: pa.array([], COLUMNS[name]) for name in names})
         parts = [read_shard(path, columns).replace_schema_metadata(None) for path in self.shards]

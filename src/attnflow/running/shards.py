@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 from pyarrow import parquet
 
 from attnflow.files import locked, named, plain, to_json, write_whole
 
+Table: TypeAlias = Any  # of pyarrow, which has no types
+
 MANIFEST = "manifest.json"
 _FORMAT = "attnflow-run-1"
 _SHARD, _UNFINISHED = "shard-*.parquet", ".attnflow-*"
 
 # One row is an example as one method explains it, or why there is no such row.
-COLUMNS: dict[str, pa.DataType] = {
+COLUMNS: dict[str, Any] = {
     "example": pa.int64(),  # its number in the source, from 0
     "name": pa.string(),
     "identity": pa.string(),
@@ -52,20 +55,20 @@ COLUMNS: dict[str, pa.DataType] = {
 _SCHEMA = pa.schema(list(COLUMNS.items()))
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> pa.Table:
+def table_of(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> Table:
     """The rows as a table, columns that a row lacks as null. facts: of the whole, such as the seconds it took."""
     arrays = [pa.array([row.get(name) for row in rows], kind) for name, kind in COLUMNS.items()]
     return pa.Table.from_arrays(arrays, schema=_SCHEMA.with_metadata({"attnflow": to_json(facts)}))
 
 
-def stored_size(table: pa.Table) -> int:
+def stored_size(table: Table) -> int:
     """Bytes that a shard of these rows takes."""
     content = BytesIO()
     _write(table, content)
     return content.tell()
 
 
-def _write(table: pa.Table, file: Any) -> None:
+def _write(table: Table, file: Any) -> None:
     parquet.write_table(table, file, compression="zstd")
 
 
@@ -75,7 +78,7 @@ class Folder:
 
     path: Path
 
-    def write(self, table: pa.Table) -> None:
+    def write(self, table: Table) -> None:
         """Keep the rows of some finished examples; the name is that of the first, so that no two shards share one."""
         path = self.path / f"shard-{table['example'][0].as_py():09d}.parquet"
         try:
@@ -85,16 +88,16 @@ class Folder:
                 f"{error}; the shards written so far are whole, and the same run goes on behind them"
             ) from error
 
-    def finished(self) -> tuple[dict[int, str], bool]:
-        """The identity of each example in a shard, by its number, and whether any of them could be explained.
+    def finished(self) -> tuple[dict[int, str], set[str]]:
+        """The identity of each example in a shard, by its number, and the methods that explained any.
 
         Raises ValueError for a shard that cannot be read.
         """
-        found, explained = dict[int, str](), False
+        found, explained = dict[int, str](), set[str]()
         for path in shards(self.path):
-            table = read_shard(path, ["example", "identity", "error"])
+            table = read_shard(path, ["example", "identity", "method", "error"])
             found.update(zip(table["example"].to_pylist(), table["identity"].to_pylist(), strict=True))
-            explained = explained or table["error"].null_count > 0
+            explained |= explained_by(table)
         return found, explained
 
 
@@ -108,7 +111,7 @@ def opened(path: Path, manifest: Mapping[str, Any]) -> Generator[Folder]:
     check_folder(path)
     try:
         path.mkdir(exist_ok=True)
-        handle = None if os.name == "nt" else os.open(path, os.O_RDONLY)
+        handle = _handle(path)
     except OSError as error:
         raise OSError(f"cannot write to the folder {named(path)}: {error.strerror}") from error
     try:
@@ -128,8 +131,13 @@ def opened(path: Path, manifest: Mapping[str, Any]) -> Generator[Folder]:
             os.close(handle)
 
 
+def _handle(path: Path) -> int | None:
+    """A folder as the system locks it; None on Windows, which opens no folders."""
+    return None if sys.platform == "win32" else os.open(path, os.O_RDONLY)
+
+
 def check_folder(path: Path) -> None:
-    """Refuse what is no place for a run: a file, a folder that holds something else, a folder in one that is missing."""
+    """Refuse what is no place for a run: a file, a folder of something else, a folder in one that is missing."""
     if path.is_dir():
         others = sorted(one.name for one in path.iterdir() if not one.match(_UNFINISHED))
         if others and MANIFEST not in others:
@@ -155,11 +163,10 @@ def check_room(path: Path, needed: int) -> None:
 
 def size(count: int) -> str:
     """A number of bytes, for people."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count = count / 1000  # pyright: ignore[reportAssignmentType]
-    return f"{count:,.1f} TB"
+    for scale, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count} bytes"
 
 
 def shards(path: Path) -> list[Path]:
@@ -167,7 +174,7 @@ def shards(path: Path) -> list[Path]:
     return sorted(path.glob(_SHARD))
 
 
-def read_shard(path: Path, columns: Iterable[str] | None = None) -> pa.Table:
+def read_shard(path: Path, columns: Iterable[str] | None = None) -> Table:
     """The rows of a shard, with its facts as metadata.
 
     Raises ValueError for what is none.
@@ -181,11 +188,17 @@ def read_shard(path: Path, columns: Iterable[str] | None = None) -> pa.Table:
             return file.read(columns=None if columns is None else list(columns))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{named(path)} is no shard of a run ({error}); if it is damaged, delete it, and the same run makes it again"
+            f"{named(path)} is no shard of a run ({error}); if it is damaged, delete it: the same run makes it again"
         ) from error
 
 
-def facts_of(table: pa.Table) -> dict[str, Any]:
+def explained_by(table: Table) -> set[str]:
+    """The methods that explained an example among these rows."""
+    pairs = zip(table["method"].to_pylist(), table["error"].to_pylist(), strict=True)
+    return {method for method, error in pairs if error is None}
+
+
+def facts_of(table: Table) -> dict[str, Any]:
     """The facts of a shard: the seconds it took, and the examples that no batch could hold."""
     return json.loads((table.schema.metadata or {})[b"attnflow"])
 

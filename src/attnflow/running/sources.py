@@ -10,7 +10,7 @@ import csv
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -176,7 +176,7 @@ def _json_lines(path: Path, text: str, label: str | None) -> Iterator[_Row]:
         lacking = [name for name in (text, *([label] if label else [])) if name not in found] if _is(found) else [text]
         if lacking:
             has = f"its fields are {', '.join(map(str, found))}" if _is(found) else "it is no object"
-            yield row, ValueError(f"there is no field {lacking[0]!r}: {has}; name the one with --text or --label"), None
+            yield row, ValueError(f"there is no field {lacking[0]!r}: {has}; name them with --text and --label"), None
         else:
             yield row, found[text], found.get(label or _LABEL)
 
@@ -191,7 +191,7 @@ def _separated(
     """The rows of a table of texts, and which of its columns are read."""
     quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
 
-    def records() -> Iterator[tuple[int, Any]]:
+    def records() -> Generator[tuple[int, Any]]:
         csv.field_size_limit(2**31 - 1)  # a text may be longer than the 131,072 characters that csv allows
         with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
@@ -316,7 +316,7 @@ def _hash(*parts: Any) -> str:
 
 
 def in_order(examples: Iterator[Example], shuffle: int | None, limit: int | None) -> Iterator[Example]:
-    """The examples in the order of the source, or in one that a seed draws (which holds all of them); the first ones."""
+    """The first examples in the order of the source, or in one that a seed draws, which holds all of them."""
     if shuffle is not None:
         every = list(examples)
         order = np.random.default_rng(shuffle).permutation(len(every))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from attnflow.answer import Relevance
@@ -23,12 +21,15 @@ from attnflow.faithfulness.loading import class_index
 from attnflow.files import plain, to_json
 from attnflow.methods import METHODS
 from attnflow.running.plan import Plan, Subject
-from attnflow.running.shards import table_of
+from attnflow.running.proofs import FirstProof, first_proof, tensors_of
+from attnflow.running.shards import Table, table_of
 from attnflow.running.sources import Example
 from attnflow.trace import Trace
 
 # Texts are padded to a multiple of this, so that batches have few shapes: the model is asked about each shape once.
 _MULTIPLE = 8
+# Examples in the first batch: as few as tell which axis of the model's tensors is the batch.
+_FIRST = 2
 # What a pass takes at its peak, in units of what it keeps of the attention.
 _PEAK = 4
 _BESIDE = ("special", "prefix")
@@ -60,9 +61,10 @@ class Worker:
         blocks = measured or any("block" in METHODS[name].needs for name in plan.methods if name in METHODS)
         self._keep = "block" if blocks else None
         self._has_logits: bool | None = None
+        self._first: FirstProof | None = None
         self._kept: tuple[float, float] | None = None  # bytes for each token, and for each pair of them
 
-    def table(self, examples: Sequence[Example], progress: Callable[[int], object] | None = None) -> pa.Table:
+    def table(self, examples: Sequence[Example], progress: Callable[[int], object] | None = None) -> Table:
         """The rows of some examples, in their order, then in that of the methods.
 
         progress: called with the number of examples that are done, of each batch.
@@ -136,12 +138,14 @@ class Worker:
 
     def _holds(self, count: int, tokens: int) -> bool:
         """Whether so many examples of so many tokens may share a pass."""
-        if self._kept is None or self._plan.memory is None:  # the first batch is one example, and tells
-            return self._plan.memory is None and count <= self._plan.batch_size
+        if count > self._plan.batch_size:
+            return False
+        if self._kept is None:  # the first batch tells
+            return count <= _FIRST
         by_token, by_pair = self._kept
-        tokens = tokens or 1
+        tokens = max(tokens, 1)
         needed = _PEAK * count * (by_token * tokens + by_pair * tokens**2)
-        return count <= self._plan.batch_size and needed <= self._plan.memory
+        return self._plan.memory is None or needed <= self._plan.memory
 
     def _rows(self, batch: Sequence[_Ready], alone: dict[int, str]) -> dict[int, list[dict[str, Any]]]:
         """The rows of each example of a batch, by its number. alone: takes those that no pass held together."""
@@ -157,7 +161,10 @@ class Worker:
         if self._kept is None:
             self._kept = _kept_bytes(traces[0], batch[0].tokens or 1)
         every = zip(batch, traces, targets, predictions, strict=True)
-        return {one.example.number: self._explained(one, *rest) for one, *rest in every}
+        return {
+            one.example.number: self._explained(one, trace, target, prediction)
+            for one, trace, target, prediction in every
+        }
 
     def _traces(self, batch: Sequence[_Ready]) -> tuple[list[Trace], list[Any], list[int | None]]:
         """The traces of a batch; of each example the target as it has it alone, and the class that was predicted."""
@@ -169,11 +176,11 @@ class Worker:
             target = [one.target for one in batch] if self._plan.target == "label" else self._plan.target
         if self._targeted and target is None:
             if not self._has_logits:
-                seen = capture_batch(self._model, inputs, **settings)
+                seen = self._captured(inputs, settings)
                 self._has_logits = has_logits(seen[0].output)
             alone = [norm_at(trace.readout, trace.decoder_start or 0) for trace in seen]
             target = "predicted" if self._has_logits else _each(alone, inputs)
-        traces = capture_batch(self._model, inputs, **settings, target=target)
+        traces = self._captured(inputs, {**settings, "target": target})
         if len(traces) != len(batch):
             raise ValueError(f"the model was given {len(batch)} examples and attended over {len(traces)}")
         targets: list[Any] = [None] * len(batch)
@@ -184,6 +191,15 @@ class Worker:
         logits = getattr(traces[0].output, "logits", traces[0].output)
         classes = isinstance(logits, torch.Tensor) and logits.ndim == 2
         return traces, targets, logits.argmax(-1).tolist() if classes else [None] * len(batch)
+
+    def _captured(self, inputs: Any, settings: Mapping[str, Any]) -> list[Trace]:
+        """The traces of a batch, of which the model is asked about the first, and about others where it must be."""
+        if self._first is None or not self._first.plain:
+            traces = capture_batch(self._model, inputs, **settings)
+            if self._first is None and len(traces) > 1:
+                self._first = first_proof(self._model, inputs, traces, settings)
+            return traces
+        return [self._first.applied(trace) for trace in capture_batch(self._model, inputs, **settings, prove=False)]
 
     def _together(self, batch: Sequence[_Ready]) -> Any:
         """The inputs of a batch as one, texts padded on the right."""
@@ -313,7 +329,7 @@ def _kept_bytes(trace: Trace, tokens: int) -> tuple[float, float]:
     """The bytes that a trace keeps for each token of its example, and for each pair of them."""
     linear = pairs = 0
     seen = set[int]()
-    for name, tensor in _tensors("layers", trace.layers):
+    for name, tensor in tensors_of("layers", trace.layers):
         if tensor.data_ptr() in seen:  # layers that share a mask
             continue
         seen.add(tensor.data_ptr())
@@ -322,15 +338,3 @@ def _kept_bytes(trace: Trace, tokens: int) -> tuple[float, float]:
         else:
             linear += tensor.nbytes
     return linear / tokens, pairs / tokens**2
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that layers hold, with the name of its field."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(name, one)
-    elif dataclasses.is_dataclass(value):
-        for one in dataclasses.fields(value):
-            yield from _tensors(one.name, getattr(value, one.name))
