@@ -35,13 +35,14 @@ CASES = [
     ("gradient-rollout", 16, 1),
     ("value-norm", 16, 1),
 ]
-SENTENCE = "the keys to the cabinet that stands beside the old door are on the table in the hall of the house".split()
+SENTENCE = "the keys to the cabinet that stands beside the old door are on the table in the hall of the house"
 
 
 def texts(data: Path | None, count: int) -> list[str]:
     """So many texts, of a file as `attnflow run` reads it, or made."""
     if data is None:
-        return [" ".join((SENTENCE * 2)[: 9 + number % 32]) + f" {number}" for number in range(count)]
+        words = 2 * SENTENCE.split()
+        return [" ".join(words[: 9 + number % 32]) + f" {number}" for number in range(count)]
     from attnflow.running import sources
 
     return [example.content for example in list(sources.opened(data).read())[:count]]

@@ -254,6 +254,8 @@ def _loader(
         return model
     if tokenizer is not None:
         raise ValueError("the name of a model stands for its tokenizer too; leave tokenizer out, or give a model")
+    if task == "image-text":
+        raise ValueError("a run explains texts or photographs; a model of both takes one pair at a time (explain)")
     name = None if model is None else str(model)
     if task is None:
         task = _task(name, kind, targeted=any(map(is_targeted, plan.methods)))

@@ -6,6 +6,7 @@ Only this file is loaded in a process before it knows how many threads it may st
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -41,8 +42,16 @@ def tables(chunks: Iterable[list[Example]], load: Callable[[], Any], plan: Plan,
 
     load: makes the model, once in each process. Whatever ends the caller, and if it is killed, ends the processes.
 
-    Raises what a worker raises; ValueError if a process ends by itself.
+    Raises what a worker raises; ValueError for a function that no other process can import, and if a process ends by
+    itself.
     """
+    try:
+        pickle.dumps((load, plan))
+    except Exception as error:  # of any class that takes part
+        raise ValueError(
+            f"the model's function or the target cannot be handed to a worker ({error}): define it at the top of a "
+            "module, or take one worker"
+        ) from error
     context = get_context("spawn")
     # A pipe of which only this process holds the end that is written to: where it is closed, the workers end.
     watched, held = context.Pipe(duplex=False)
