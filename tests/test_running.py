@@ -200,6 +200,17 @@ def test_bad_examples_are_rows_with_their_error(tmp_path, bert):
         attnflow.run(bert, file, tmp_path / "other", fail_fast=True)
 
 
+def test_a_bad_first_row_does_not_hide_what_the_data_are(tmp_path, saved):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        "{\n" + json.dumps({"text": TEXTS[0], "label": "cat"}) + "\n" + json.dumps({"text": TEXTS[1], "label": 1})
+    )
+    found = run(tmp_path, saved, file, method="gradient-rollout", target="label")
+    assert [one.example for one in found.failed] == [0, 1]
+    assert found.failed[1].error == "the label 'cat' is no class of the model: give the index or the name of one"
+    assert found.table["example"].to_pylist() == [2]
+
+
 def test_a_method_without_any_answer_ends_the_run(tmp_path, bert):
     with pytest.raises(ValueError, match="raw explains none of the first 2 examples: raw takes in one layer alone"):
         run(tmp_path, bert, TEXTS, method=["rollout", "raw"], start_layer=0, shard_size=2)

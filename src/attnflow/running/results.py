@@ -95,7 +95,8 @@ class Run:
         examples: with an answer of at least one method. failed: examples without any, failures: errors in all. rows:
         answers. methods: for each its rows, the mean share of the scores, by their size, that special and prefix tokens
         have ("special"), and of flows the mean share that their two ends alone decide ("saturated"). seconds: that
-        workers spent on examples, together. examples_per_second: of one worker. alone: examples that no batch could
+        workers spent on examples, together; processor_seconds: of their cores, which other work on the machine does not
+        lengthen. examples_per_second: of one worker, by the clock. alone: examples that no batch could
         hold, with the first reason ("why").
         """
         found = self._read(_SUMMED)
@@ -119,6 +120,7 @@ class Run:
                 for name, rows in of_method.items()
             },
             "seconds": seconds,
+            "processor_seconds": sum(one["processor_seconds"] for one in facts),
             "examples_per_second": every / seconds if seconds else None,
             "alone": sum(one["alone"] for one in facts),
             "why": next((one["why"] for one in facts if one["why"]), None),

@@ -51,11 +51,15 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Examples in turn. count: how many, where that is known. facts: what a manifest says of the data."""
+    """Examples in turn. count: how many, where that is known. facts: what a manifest says of the data.
+
+    kind: what its examples are to a model; None where only they tell.
+    """
 
     read: Callable[[], Iterator[Example]]
     count: int | None
     facts: Mapping[str, Any]
+    kind: Kind | None = None
 
 
 def opened(data: Any, *, text: str | None = None, label: str | None = None) -> Source:
@@ -90,8 +94,9 @@ def opened(data: Any, *, text: str | None = None, label: str | None = None) -> S
     return _file(path, text, label)
 
 
-def kind_of(content: Any) -> Kind:
-    """What an example is to a model."""
+def kind_of(examples: Iterable[Example]) -> Kind:
+    """What the first of some examples that can be read is to a model."""
+    content = next((one.content for one in examples if not isinstance(one.content, Exception)), None)
     if isinstance(content, str):
         return "text"
     return "image" if isinstance(content, Path) else "inputs"
@@ -111,7 +116,7 @@ def _photographs(folder: Path) -> Source:
         for number, (path, label) in enumerate(found):
             yield _photograph(number, path, label, path.relative_to(folder).as_posix())
 
-    return Source(read, len(found), {"kind": "photographs", "source": str(folder), "examples": len(found)})
+    return Source(read, len(found), {"kind": "photographs", "source": str(folder), "examples": len(found)}, "image")
 
 
 def _photograph(number: int, path: Path, label: int | str | None, name: str) -> Example:
@@ -145,7 +150,7 @@ def _file(path: Path, text: str | None, label: str | None) -> Source:
         raise ValueError(f"{named(path)}: {next(rows())[1]}")
     found = path.stat()
     said = {"kind": suffix.removeprefix(".") or "text", "source": str(path), "examples": count, **facts}
-    return Source(read, count, said | {"size": found.st_size, "modified": found.st_mtime_ns})
+    return Source(read, count, said | {"size": found.st_size, "modified": found.st_mtime_ns}, "text")
 
 
 def _of_row(number: int, name: str, content: Any, label: Any) -> Example:

@@ -71,7 +71,7 @@ class Worker:
 
         Raises ImportError for a missing package; with fail_fast ValueError for the first example that fails.
         """
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         rows: dict[int, list[dict[str, Any]]] = {}
         alone = dict[int, str]()
         ready: list[_Ready] = []
@@ -88,7 +88,12 @@ class Worker:
             rows |= self._rows(batch, alone)
             if progress:
                 progress(len(batch))
-        facts = {"seconds": time.perf_counter() - start, "alone": len(alone), "why": next(iter(alone.values()), None)}
+        facts = {
+            "seconds": time.perf_counter() - start,
+            "processor_seconds": time.process_time() - processor,
+            "alone": len(alone),
+            "why": next(iter(alone.values()), None),
+        }
         return table_of([row for example in examples for row in rows[example.number]], facts)
 
     def _ready(self, example: Example) -> _Ready:
@@ -119,7 +124,12 @@ class Worker:
             raise ValueError("the example has no label; give one, or target='predicted'")
         if isinstance(label, int):
             return label
-        return class_index(label, getattr(getattr(self._model, "config", None), "id2label", {}))
+        try:
+            return class_index(label, getattr(getattr(self._model, "config", None), "id2label", {}))
+        except ValueError as error:
+            raise ValueError(
+                f"the label {label!r} is no class of the model: give the index or the name of one"
+            ) from error
 
     def _batches(self, ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
         """The examples in batches of about the same length that memory holds, the short ones first."""
