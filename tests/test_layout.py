@@ -44,7 +44,19 @@ ALLOWED = {
         "propagate",
         "baselines",
         "intervening",
-    },
+    },  # fmt: skip
+    "running": {
+        "files",
+        "memory",
+        "trace",
+        "answer",
+        "capturing",
+        "graph",
+        "methods",
+        "baselines",
+        "explaining",
+        "faithfulness",
+    },  # fmt: skip
     "studies": {"files", "trace", "answer", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
     "cli": {
         "files",
@@ -57,6 +69,7 @@ ALLOWED = {
         "reporting",
         "show",
         "faithfulness",
+        "running",
         "studies",
     },
     "__main__": {"cli"},

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from attnflow.propagate.carriers import CARRIERS
     from attnflow.reporting import report
     from attnflow.routes import group_flow, min_cut, paths
+    from attnflow.running.engine import run
+    from attnflow.running.results import Run, read
     from attnflow.trace import Trace
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Direction",
     "Evaluation",
     "Relevance",
+    "Run",
     "Token",
     "Trace",
     "capture",
@@ -59,10 +62,12 @@ __all__ = [
     "paths",
     "pooled",
     "raw",
+    "read",
     "relevance",
     "report",
     "rollout",
     "route_test",
+    "run",
     "similarity_to",
 ]
 
@@ -95,10 +100,13 @@ _HOME = {
     "min_cut": "attnflow.routes",
     "paths": "attnflow.routes",
     "raw": "attnflow.methods",
+    "read": "attnflow.running.results",
     "relevance": "attnflow.methods",
     "report": "attnflow.reporting",
     "RULES": "attnflow.capturing.rules",
+    "Run": "attnflow.running.results",
     "rollout": "attnflow.methods",
+    "run": "attnflow.running.engine",
 }
 
 

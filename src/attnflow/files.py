@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -87,6 +88,24 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
     except OSError as error:
         raise OSError(f"cannot write {named(path)}: {_reason(error)}") from error
     return path
+
+
+def locked(file: IO[bytes] | int) -> bool:
+    """Whether no other run has the file or folder, which is locked then.
+
+    Without locks (Windows, some network drives) none has. The lock ends with the process that holds it.
+    """
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def plain(value: Any) -> Any:

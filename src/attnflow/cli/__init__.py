@@ -12,6 +12,7 @@ from attnflow.cli.evaluate import evaluate
 from attnflow.cli.explain import array, image, text
 from attnflow.cli.printing import console, escape_what_cannot_be_encoded, note, print_json, print_table
 from attnflow.cli.report import report
+from attnflow.cli.run import run
 from attnflow.cli.study import study
 from attnflow.files import named
 
@@ -27,7 +28,7 @@ app = App(
 )
 
 
-for command in (text, image, array, report, evaluate, study):
+for command in (text, image, array, run, report, evaluate, study):
     app.command(command)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from attnflow.faithfulness.results import Failure, Row, check_rows
-from attnflow.files import destination, named, to_json
+from attnflow.files import destination, locked, named, to_json
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def opened(path: Path) -> Generator[Journal]:
         raise OSError(f"cannot keep finished examples in {named(path)}: it is no file")
     while True:
         with open(real, "a+b", buffering=0) as file:
-            if not _lock(file):
+            if not locked(file):
                 raise ValueError(f"another run is writing {named(path)}; wait until it ends, or write to another file")
             if _is_at(real, file):  # else a run that just ended has deleted it
                 yield Journal(real, file)
@@ -126,24 +126,6 @@ class Journal:
                 f"{named(self.path)} is of an unfinished run with other settings: {name} was {earlier.get(name)!r} and "
                 f"is now {recipe[name]!r}; give the same settings to go on with it, or delete the file to begin again"
             )
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Whether no other run has the file, which is locked then; without locks (Windows, some network drives) none has.
-
-    The lock ends with the process that holds it.
-    """
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:

@@ -53,10 +53,10 @@ def photographs(folder: Path, loaded: VisionModel, masks: Path | None = None) ->
         if not wanted.is_dir():
             raise FileNotFoundError(f"there is no folder {str(wanted)!r}")
     names: Mapping[int, str] = getattr(getattr(loaded.model, "config", None), "id2label", {})
-    labelled: list[list[tuple[Path, int | None]]] = [[(path, None) for path in _images(folder)]]
+    labelled: list[list[tuple[Path, int | None]]] = [[(path, None) for path in images_in(folder)]]
     for inside in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
-        images = _images(inside)
-        label = _class(inside.name, names) if images else None
+        images = images_in(inside)
+        label = class_index(inside.name, names) if images else None
         labelled.append([(path, label) for path in images])
     examples = [one for turn in zip_longest(*labelled) for one in turn if one]
     if not examples:
@@ -64,7 +64,7 @@ def photographs(folder: Path, loaded: VisionModel, masks: Path | None = None) ->
     if masks is None:
         return [partial(_photograph, loaded, path, label) for path, label in examples]
     stems = [path.relative_to(folder).with_suffix("") for path, _ in examples]
-    found = {path.relative_to(masks).with_suffix(""): path for path in _images(masks, "**/*")}
+    found = {path.relative_to(masks).with_suffix(""): path for path in images_in(masks, "**/*")}
     if not found.keys() & set(stems):
         raise ValueError(f"{masks} holds no mask of a photograph, such as {stems[0]}.png")
     return [
@@ -85,12 +85,13 @@ def _photograph(loaded: VisionModel, path: Path, label: int | None, mask: Path |
     return pixels, label, np.asarray(inside).max(axis=-1) > 0
 
 
-def _images(folder: Path, pattern: str = "*") -> list[Path]:
+def images_in(folder: Path, pattern: str = "*") -> list[Path]:
+    """The photographs of a folder, by their suffix, in the order of their names; hidden files are none."""
     found = (path for path in folder.glob(pattern) if path.suffix.lower() in _IMAGES)
     return sorted(path for path in found if not path.name.startswith("."))
 
 
-def _class(name: str, names: Mapping[int, str]) -> int:
+def class_index(name: str, names: Mapping[int, str]) -> int:
     """The class that a folder is called by; of "tench, Tinca tinca" both are names."""
     if name.isdecimal():
         return int(name)

@@ -89,12 +89,10 @@ def evaluate(
     """
     methods, metrics = check_names(methods, metrics)
     _check_settings((*methods, *ALWAYS, *_known("gradient baseline", gradient, BASELINES)), settings or {})
-    seed, batch_size = _whole_number("seed", seed, 0), _whole_number("batch_size", batch_size, 1)
-    layer = (
-        layer if isinstance(layer, str) and layer == "all" else _whole_number('layer, where it is not "all",', layer)
-    )
+    seed, batch_size = whole_number("seed", seed, 0), whole_number("batch_size", batch_size, 1)
+    layer = layer if isinstance(layer, str) and layer == "all" else whole_number('layer, where it is not "all",', layer)
     if not callable(target) and not isinstance(target, str | tuple | Asked):
-        target = _whole_number("target, where it is no name, pair, value or function,", target, 0)
+        target = whole_number("target, where it is no name, pair, value or function,", target, 0)
     if not callable(target) and target != "label":
         target = resolved(target, model)  # pyright: ignore[reportAssignmentType]
     partial = None if output is None else check_output(Path(output))
@@ -115,7 +113,7 @@ def evaluate(
         tokenizer=tokenizer,
     )
     _check(model, first, plan)
-    recipe = _recipe(model, plan) | {"shuffled": None if shuffled is None else _weights_digest(shuffled)}
+    recipe = _recipe(model, plan) | {"shuffled": None if shuffled is None else weights_digest(shuffled)}
     if all(METRICS[name].needs != "randomised" for name in plan.metrics):
         shuffled = None
     elif shuffled is None:
@@ -187,7 +185,7 @@ def _check_settings(methods: Sequence[str], settings: Mapping[str, Mapping[str, 
                 raise ValueError(f"{name} takes no {setting!r}; its settings here are {', '.join(taken)}")
 
 
-def _whole_number(name: str, value: Any, least: int | None = None) -> int:
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
     """The value of a setting as Python's own number, whatever library it comes from."""
     try:
         number = index(value)
@@ -252,13 +250,14 @@ def _recipe(model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
         "target": target,
         "tokens": tokens,
         "tokenizer": None if plan.tokenizer is None else type(plan.tokenizer).__name__,
-        "model": {"class": type(model).__name__, "sha256": _weights_digest(model)},
-        "versions": _versions(model, plan.tokenizer),
+        "model": {"class": type(model).__name__, "sha256": weights_digest(model)},
+        "versions": versions_of(model, plan.tokenizer),
     }
     return plain(recipe)
 
 
-def _weights_digest(model: torch.nn.Module) -> str:
+def weights_digest(model: torch.nn.Module) -> str:
+    """The SHA-256 of all weights of a model, in hexadecimal."""
     result = hashlib.sha256()
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     for name, tensor in tensors.items():
@@ -267,7 +266,7 @@ def _weights_digest(model: torch.nn.Module) -> str:
     return result.hexdigest()
 
 
-def _versions(*used: object) -> dict[str, str]:
+def versions_of(*used: object) -> dict[str, str]:
     """Of what computes the values: Python, our package, numbers, and where the model and the tokenizer come from."""
     origins = {type(one).__module__.partition(".")[0] for one in used}
     names = ["attnflow", "numpy", "scipy", "torch", *sorted(origins & {"transformers", "timm", "torchvision"})]
