@@ -44,7 +44,7 @@ ALLOWED = {
         "propagate",
         "baselines",
         "intervening",
-    },  # fmt: skip
+    },
     "running": {
         "files",
         "memory",
@@ -56,7 +56,7 @@ ALLOWED = {
         "baselines",
         "explaining",
         "faithfulness",
-    },  # fmt: skip
+    },
     "studies": {"files", "trace", "answer", "capturing", "graph", "methods", "baselines", "faithfulness", "show"},
     "cli": {
         "files",

@@ -28,7 +28,7 @@ def test_the_table_is_the_table_of_methods():
         r"^\| ([\w-]+) \| (.*) \| (.*) \| (.*) \|$", README.split("## Methods")[1].split("\n## ")[0], re.MULTILINE
     )
     table = [(name, row.formula, row.carried, row.source) for name, row in METHODS.items()]
-    assert rows[1:] == table
+    assert rows[2:] == table  # behind its head
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *ROOT.glob("docs/**/*.md")], ids=lambda page: page.name)

@@ -295,6 +295,7 @@ def test_recipe_is_complete_and_plain(relevance, minilm_trace):
     assert {"known_by_bound", "known_by_cut", "saturated", "tolerance"} <= set(recipe["checks"])
 
 
+@pytest.mark.filterwarnings("ignore:every score")
 def test_top_and_normalized(minilm_trace):
     relevance = attnflow.rollout(minilm_trace, query="keys")
     top = relevance.top(3)
