@@ -266,7 +266,7 @@ ERRORS = {
         "--against goes with one class",
     ),
     "against nothing": (["text", "Hi", "--method", "chefer", "--against", " "], "--against is empty"),
-    "against without a method": (["text", "Hi", "--against", "1"], "target has no part in rollout"),
+    "against without a method": (["text", "Hi", "--against", "1"], "target has no part in raw"),
     "an option misspelt": (["text", "-foo"], "A text that begins with - goes behind --"),
     "escape": (["text", "Hi", "-o", "a\x1b[31m\n/b.png"], r"cannot write 'a\x1b[31m\n/b.png': the folder"),
     "escape in an option": (["text", "Hi", "--a\x1b[31m"], r"--a\x1b[31m"),

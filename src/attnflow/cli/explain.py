@@ -32,10 +32,10 @@ _PAGE_FLOW = 64  # tokens up to which the flows of every query are worked out fo
 class Options:
     """What every command that explains something takes."""
 
-    method: str = "rollout"
-    """How relevance is computed, one name or several with commas between them: `attnflow methods` lists the methods,
-    and beside them are random, gradient-norm, gradient-sum, gradient-x-input, integrated-gradients, libra, attnlrp and
-    cp-lrp."""
+    method: str | None = None
+    """How relevance is computed, one name or several with commas between them: `attnflow methods` lists the methods.
+    Beside them are random, gradient-norm, gradient-sum, gradient-x-input, integrated-gradients, libra, attnlrp and
+    cp-lrp. Unless told otherwise it is raw, the best of our studies without a target; of arrays rollout."""
     target: str | None = None
     """What methods that need gradients explain: the index of a class or token, the name of a class, "predicted", or
     with --generate "answer", all that was written. By default predicted of a model that gives logits, else the norm of
@@ -106,7 +106,7 @@ def text(
     if not content.strip():
         raise ValueError("the text is empty; give one in quotes, or on standard input")
     with working("loading the model", quiet=options.quiet):
-        _begin(options, model)
+        options = _begin(options, "text" if generate is None else "written", model)
         from attnflow.capturing import huggingface
         from attnflow.capturing.models import load_model
 
@@ -153,7 +153,7 @@ def image(
     _check_image_text(check_model(model), text, generate, size)
     pixels = _size(size)
     with working("loading the model", quiet=options.quiet):
-        _begin(options, photo, model)
+        options = _begin(options, "image" if generate is None else "written", photo, model)
         from attnflow.capturing import vision
         from attnflow.capturing.models import load_model
 
@@ -250,7 +250,7 @@ def array(file: Path, /, *, example: Integer | None = None, options: Options = O
         Which example to take where there is a batch axis.
     """
     with working("reading", quiet=options.quiet):
-        _begin(options, file, has_model=False)
+        options = _begin(options, "array", file, has_model=False)
         from attnflow.capturing.arrays import load
 
         run = Run(load(file, example=example))
@@ -283,6 +283,7 @@ def _target(options: Options) -> Any:
 
 
 def _methods(options: Options) -> list[str]:
+    assert options.method is not None  # `_begin` says which
     return names(options.method)
 
 
@@ -391,17 +392,21 @@ def _size(size: str | None) -> tuple[int, int] | None:
     return pixels
 
 
-def _begin(options: Options, *inputs: str | Path | None, has_model: bool = True) -> None:
-    """Refuse what cannot work before any work is done, and take over what libraries would print."""
+def _begin(options: Options, job: str, *inputs: str | Path | None, has_model: bool = True) -> Options:
+    """Refuse what cannot work before any work is done, and take over what libraries would print.
+
+    Returns the options with the method of the job where none was named.
+    """
     take_messages(quiet=options.quiet)
     from attnflow.answer import SUFFIXES
     from attnflow.explaining import check_methods, is_targeted
-    from attnflow.methods import METHODS
+    from attnflow.methods import DEFAULTS, METHODS
 
+    options = replace(options, method=DEFAULTS[job] if options.method is None else options.method)
     methods = _methods(options)
     check_outputs([*_outputs(options, *methods), *_pages(options)], SUFFIXES, *inputs)
     check_methods(methods, _target(options))
-    if options.rules is not None and not any(name in METHODS and METHODS[name].needs for name in methods):
+    if options.rules is not None and not any(name in METHODS and is_targeted(name) for name in methods):
         raise ValueError(f"--rules have no part in {', '.join(methods)}: they say how gradients of attention are taken")
     if not has_model and (wrong := [name for name in methods if is_targeted(name)]):
         raise ValueError(f"{wrong[0]} needs a model to take gradients of, and an array of attention holds none")
@@ -409,6 +414,7 @@ def _begin(options: Options, *inputs: str | Path | None, has_model: bool = True)
         layer_number(options.layer)
     if options.picture == "graph" and options.start_layer is not None:
         raise ValueError("--picture graph draws every layer from the input on; leave --start-layer out")
+    return options
 
 
 def _write(path: Path, run: Run, relevance: Relevance, options: Options, image: Image | None) -> None:
