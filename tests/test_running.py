@@ -376,10 +376,20 @@ def started(tmp_path, saved, workers):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
-    while len(list((tmp_path / "run").glob("shard-*"))) < 2 * (workers == 1):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: len(list((tmp_path / "run").glob("shard-*"))) >= 2 * (workers == 1), process)
     return process
+
+
+def wait_until(holds, process=None):
+    """Wait for something that is sure to come, and kill the process where it does not, lest the tests never end."""
+    for _ in range(6000):
+        if holds():
+            return
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    if process is not None:
+        process.kill()
+    pytest.fail("it never came")
 
 
 def children(pid):
@@ -420,8 +430,7 @@ def test_workers_end_with_the_run_that_started_them(tmp_path, saved):
     assert len(own) >= 2
     process.kill()
     process.communicate()
-    while any(map(is_running, own)):
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_running, own)))
     found = attnflow.run(saved, TEXTS, tmp_path / "run", shard_size=4)
     assert found.table["example"].to_pylist() == list(range(len(TEXTS)))
 

@@ -26,8 +26,6 @@ from attnflow.running.shards import Table
 from attnflow.running.sources import Example
 from attnflow.running.worker import Worker
 
-# Examples of which one tells whether a model of texts or of photographs is wanted.
-_SEEN = 16
 # Examples that are explained before the run to see what a row takes.
 _TRIED = 4
 
@@ -103,10 +101,10 @@ def run(
     folder = Path(output)
     shards.check_folder(folder)
     source = sources.opened(data, text=text, label=label)
-    first, examples = sources.peeked(source.read(), _SEEN)
+    first, examples = sources.until_readable(source.read())
     if not first:
         raise ValueError("there are no data; give at least one example, such as a text")
-    load = _loader(model, tokenizer, task, device, source.kind or sources.kind_of(first), plan)
+    load = _loader(model, tokenizer, task, device, source.kind or sources.kind_of(first[-1].content), plan)
     if workers > 1 and not isinstance(load, partial) and load is not model:
         raise ValueError(
             f"{workers} workers need a model that each can load: give its name, or a function that loads it, which a "

@@ -94,9 +94,8 @@ def opened(data: Any, *, text: str | None = None, label: str | None = None) -> S
     return _file(path, text, label)
 
 
-def kind_of(examples: Iterable[Example]) -> Kind:
-    """What the first of some examples that can be read is to a model."""
-    content = next((one.content for one in examples if not isinstance(one.content, Exception)), None)
+def kind_of(content: Any) -> Kind:
+    """What an example is to a model."""
     if isinstance(content, str):
         return "text"
     return "image" if isinstance(content, Path) else "inputs"
@@ -327,6 +326,16 @@ def in_order(examples: Iterator[Example], shuffle: int | None, limit: int | None
         order = np.random.default_rng(shuffle).permutation(len(every))
         examples = (every[place] for place in order)
     return islice(examples, limit)
+
+
+def until_readable(examples: Iterator[Example]) -> tuple[list[Example], Iterator[Example]]:
+    """The examples up to the first that can be read, and all of them; no more are asked for, since they may be slow."""
+    first: list[Example] = []
+    for example in examples:
+        first.append(example)
+        if not isinstance(example.content, Exception):
+            break
+    return first, chain(first, examples)
 
 
 def peeked(examples: Iterator[Example], count: int) -> tuple[list[Example], Iterator[Example]]:
