@@ -790,11 +790,11 @@ def test_a_language_model_is_read_at_its_last_token():
 )
 def test_bad_targets(target, message):
     with pytest.raises(ValueError, match=message):
-        capture(classifier(), {"input_ids": IDS}, target=target)
+        capture_batch(classifier(), {"input_ids": IDS}, target=target)
     with pytest.raises(
         ValueError, match="the model returns no logits but BaseModelOutput.*AutoModelForSequenceClassification"
     ):
-        capture(FAMILIES["bert"]()[0], {"input_ids": IDS}, target=1)
+        capture_batch(FAMILIES["bert"]()[0], {"input_ids": IDS}, target=1)
 
 
 def test_the_table_of_coverage_is_true():
