@@ -407,8 +407,7 @@ def _indices(target: int | str | Sequence[int], logits: torch.Tensor) -> list[in
     """
     if target == "predicted":
         return logits.argmax(-1).tolist()
-    indices: list[Any] = [target] if isinstance(target, int | str) else list(target)
-    indices = indices * len(logits) if len(indices) == 1 else indices
+    indices: list[Any] = [target] * len(logits) if isinstance(target, int | str) else list(target)
     wrong = [i for i in indices if not isinstance(i, int) or not 0 <= i < logits.shape[1]]
     if wrong or len(indices) != len(logits):
         raise ValueError(
