@@ -782,7 +782,7 @@ def test_a_language_model_is_read_at_its_last_token():
     ("target", "message"),
     [
         (3, r"target 3 does not fit logits of shape \(2, 3\): give an index from 0 to 2"),
-        ([0], r"target \[0\] does not fit"),
+        ([0], r"target \(0,\) does not fit"),
         ("best", "target 'best' is no class of BertForSequenceClassification: it has LABEL_0, LABEL_1, LABEL_2"),
         (lambda output: output.logits, r"one score per example, a tensor \(example,\); it gave \(2, 3\)"),
         (lambda output: 1.0, "it gave float"),

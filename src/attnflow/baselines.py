@@ -113,7 +113,7 @@ def integrated_gradients(
     chosen = Chosen(resolved(target, model))
     with torch.no_grad():
         chosen(run(values))
-    fixed = chosen.settled  # the class predicted for the input stays the target all along the path
+    fixed = chosen.settled.of(0)  # the class predicted for the input stays the target all along the path
 
     def forward(path: torch.Tensor) -> torch.Tensor:
         return Chosen(fixed)(run(path))
