@@ -175,7 +175,7 @@ def test_the_command_line_explains_what_was_written(writer, capsys, tmp_path):
     main_of(run)
     table = capsys.readouterr().out
     assert "written" in table
-    assert "rollout, 3 tokens written" in table
+    assert "raw, 3 tokens written" in table
 
 
 def test_the_table_has_a_column_for_each_token_written(writer):

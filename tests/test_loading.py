@@ -223,7 +223,7 @@ def test_every_format_gives_the_stored_weights(run, bert_folder, form):
     model, words = attnflow.load_model(bert_folder, task="text-classification")
     for name, value in small_bert().state_dict().items():
         assert torch.equal(model.state_dict()[name], value.to(model.dtype)), name
-    expected = attnflow.rollout(attnflow.capture(model, "The keys", tokenizer=words))
+    expected = attnflow.raw(attnflow.capture(model, "The keys", tokenizer=words))
     code, out, err = run("text", "The keys", "--model", bert_folder, "--layer", "-1", "--query", "all", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["scores"] == expected.scores.tolist()

@@ -288,7 +288,7 @@ def _scores(run: Pass, orders: Mapping[int, Order], lost: Sequence[Losses], how:
             args, kwargs = recorder.given(fresh(run.args), fresh(run.kwargs))
             output = run.model(*args, **kwargs)
             recorder.finish(output)
-        scores = Chosen(chosen.settled, mask)(output).reshape(-1).double().cpu()
+        scores = Chosen(chosen.settled.of(0), mask)(output).reshape(-1).double().cpu()
     if len(recorder.recording.calls) != len(run.recording.calls) or len(scores) != len(lost):
         raise ValueError(
             f"{type(run.model).__name__} made {len(recorder.recording.calls)} calls and {len(scores)} scores of "
