@@ -22,8 +22,8 @@ from attnflow.capturing.calls import FusedCall, Kept, Rows, WeightedSum
 from attnflow.capturing.examples import Stack, kept_positions
 from attnflow.capturing.inputs import arguments, fresh, module_of
 from attnflow.capturing.proof import Order, Proof
-from attnflow.capturing.recorder import Attending, Recorder, eagerly, record
-from attnflow.capturing.replay import Pass, untouched
+from attnflow.capturing.recorder import Attending, Recorder, record
+from attnflow.capturing.replay import Pass, as_before
 from attnflow.capturing.structure import Structure
 from attnflow.capturing.target import Chosen, Target, resolved
 from attnflow.layers import AttentionCall, AttentionLike, Layer, calls_of
@@ -275,15 +275,7 @@ class _Without(Recorder):
 def _scores(run: Pass, orders: Mapping[int, Order], lost: Sequence[Losses], how: How, chosen: Chosen) -> list[float]:
     """The target's score of every example of a batch, each without what it loses. chosen: settled on one example."""
     recorder, mask = _Without(run, orders, lost, how), run.kwargs.get("attention_mask")
-    with (
-        untouched(run.model),
-        torch.random.fork_rng(devices=[]),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        eagerly(),
-    ):
-        assert run.recording.random_state is not None
-        torch.set_rng_state(run.recording.random_state)
+    with as_before(run):
         with recorder:
             args, kwargs = recorder.given(fresh(run.args), fresh(run.kwargs))
             output = run.model(*args, **kwargs)

@@ -132,12 +132,10 @@ def _replaced(values: Any, others: Mapping[torch.Tensor, torch.Tensor]) -> Any:
     return values
 
 
-def replay(run: Pass, again: Replay) -> tuple[list[dict[str, torch.Tensor]], Any]:
-    """Run a pass again: for every call how much its queries, keys and values changed, and what the model returned.
-
-    Each (outer, outer, token), True where the vector of a token changed.
-    """
-    first = run.recording
+@contextmanager
+def as_before(run: Pass) -> Generator[None]:
+    """The model as the first pass found it, its random numbers too; no gradients, and nothing left on it."""
+    assert run.recording.random_state is not None
     with (
         untouched(run.model),
         torch.random.fork_rng(devices=[]),
@@ -145,8 +143,17 @@ def replay(run: Pass, again: Replay) -> tuple[list[dict[str, torch.Tensor]], Any
         torch.no_grad(),
         eagerly(),
     ):
-        assert first.random_state is not None
-        torch.set_rng_state(first.random_state)
+        torch.set_rng_state(run.recording.random_state)
+        yield
+
+
+def replay(run: Pass, again: Replay) -> tuple[list[dict[str, torch.Tensor]], Any]:
+    """Run a pass again: for every call how much its queries, keys and values changed, and what the model returned.
+
+    Each (outer, outer, token), True where the vector of a token changed.
+    """
+    first = run.recording
+    with as_before(run):
         with again:
             own_args, own_kwargs = again.given(fresh(run.args), fresh(run.kwargs))
             output = run.model(*own_args, **own_kwargs)
