@@ -281,6 +281,49 @@ def test_two_workers_write_what_one_does(tmp_path, saved):
     assert one.table["example"].to_pylist() == [number for number in range(len(TEXTS)) for _ in range(2)]
 
 
+def test_parts_write_together_what_one_run_does(tmp_path, bert):
+    """Three parts, of which one begins while another holds the folder, and one goes on after its end."""
+    one = attnflow.run(bert, TEXTS, tmp_path / "one", shard_size=2, shuffle=3)
+    folder, settings = tmp_path / "parts", {"shard_size": 2, "shuffle": 3}
+    inside = list[str]()
+
+    def other(done, total):
+        if not inside:
+            inside.append("begun")
+            attnflow.run(bert, TEXTS, folder, part=(1, 3), **settings)
+            with pytest.raises(ValueError, match="another run is writing"):
+                attnflow.run(bert, TEXTS, folder, part=(0, 3), **settings)
+            with pytest.raises(ValueError, match="another run is writing"):
+                attnflow.run(bert, TEXTS, folder, **settings)
+
+    first = attnflow.run(bert, TEXTS, folder, part=(0, 3), progress=other, **settings)
+    assert inside
+    assert not first.is_whole()
+    before = stamps(folder)
+    two = attnflow.run(bert, TEXTS, folder, part=(2, 3), **settings)
+    assert two.is_whole()
+    assert {name: after for name, after in stamps(folder).items() if name in before} == before
+    assert [path.name for path in one.shards] == [path.name for path in two.shards]
+    assert one.table.drop_columns(["scores"]).equals(two.table.drop_columns(["scores"]))
+    for number in range(len(TEXTS)):
+        same(two.relevance(number), one.relevance(number))
+    with pytest.raises(ValueError, match=r"part is \(number, count\), such as \(0, 4\).*\(3, 3\) was given"):
+        attnflow.run(bert, TEXTS, folder, part=(3, 3), **settings)
+
+
+def test_torchrun_gives_each_process_its_part(tmp_path, saved):
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(TEXTS))
+    arguments = ["-m", "attnflow", "run", file, "--model", saved, "--shard-size", "2", "-o"]
+    subprocess.run([sys.executable, *arguments, tmp_path / "one"], check=True, capture_output=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, *arguments, tmp_path / "two"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one, two = attnflow.read(tmp_path / "one"), attnflow.read(tmp_path / "two")
+    assert [path.name for path in one.shards] == [path.name for path in two.shards]
+    assert one.table.equals(two.table)
+
+
 def test_workers_need_a_model_that_each_can_load(tmp_path, bert, monkeypatch):
     monkeypatch.setattr(processes, "cores", lambda: 2)
     with pytest.raises(ValueError, match="2 workers need a model that each can load"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -47,6 +47,7 @@ def run(
     limit: int | None = None,
     shuffle: int | None = None,
     workers: int = 1,
+    part: tuple[int, int] | None = None,
     batch_size: int = 16,
     shard_size: int = 128,
     memory: int | None = None,
@@ -72,9 +73,11 @@ def run(
     target: as `explain` takes it, or "label" for the class that the label of each example names.
 
     limit: take the first examples only. shuffle: take them in an order that this seed draws. workers: processes, each
-    with its own model and its share of the cores. batch_size: examples in one pass at most; memory: bytes that a pass
-    may take, unless told otherwise half of what is free, shared among workers. shard_size: examples in a file, of which
-    a kill loses those that are not whole.
+    with its own model and its share of the cores. part: (number, count), explain this part of the data alone, while
+    other processes, on this machine or others, explain theirs into the same folder; numbers count from 0, and parts
+    take the shards in turn. batch_size: examples in one pass at most; memory: bytes that a pass may take, unless told
+    otherwise half of what is free, shared among workers. shard_size: examples in a file, of which a kill loses those
+    that are not whole.
     fail_fast: end at the first example that fails, where otherwise its error is a row and the run goes on.
     progress: called with the examples done, and in all if known. note: called with what should be said, in a line each:
     the estimated size before the run, and after Ctrl-C how to go on.
@@ -96,6 +99,7 @@ def run(
         fail_fast=fail_fast,
     )
     workers, shard_size = _workers(workers), whole_number("shard_size", shard_size, 1)
+    turn = _Turn(*_part(part), shard_size)
     limit = None if limit is None else whole_number("limit", limit, 1)
     shuffle = None if shuffle is None else whole_number("shuffle", shuffle, 0)
     folder = Path(output)
@@ -114,11 +118,13 @@ def run(
     if plan.memory is None:
         plan = replace(plan, memory=_share(subject.model, workers))
     total = source.count if limit is None or source.count is None else min(limit, source.count)
-    with shards.opened(folder, {"recipe": _recipe(subject, plan), "data": source.facts}) as kept:
+    total = None if total is None else sum(map(turn.has, range(total)))
+    manifest = {"recipe": _recipe(subject, plan), "data": source.facts}
+    with shards.opened(folder, manifest, part=None if part is None else turn.number) as kept:
         finished, explained = kept.finished()
         if source.count is not None and finished and max(finished) >= source.count:
             raise ValueError(_fewer(folder))
-        left = _Left(sources.in_order(examples, shuffle, limit), finished, folder, whole=limit is None)
+        left = _Left(sources.in_order(examples, shuffle, limit), finished, folder, turn, whole=limit is None)
         beginning, pending = sources.peeked(iter(left), _TRIED)
         if not beginning:
             return read(folder)
@@ -151,30 +157,48 @@ def run(
     return read(folder)
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """Which examples a part of a run takes: shard by shard in the order of the run, one part after the other."""
+
+    number: int
+    count: int
+    shard_size: int
+
+    def has(self, place: int) -> bool:
+        """Whether the example at a place in the order of the run is this part's."""
+        return place // self.shard_size % self.count == self.number
+
+
 class _Left:
-    """The examples that are in no shard yet. before: how many of those that came so far are in one.
+    """The examples of a part that are in no shard yet. before: how many of those that came so far are in one.
 
     Raises ValueError for an example that is another than the one in its shard, and where data without a known number
     end before the shards do (`whole`: all of them are asked for).
     """
 
-    def __init__(self, examples: Iterator[Example], finished: Mapping[int, str], folder: Path, *, whole: bool) -> None:
-        self._examples, self._finished, self._folder, self._whole = examples, finished, folder, whole
+    def __init__(
+        self, examples: Iterator[Example], finished: Mapping[int, str], folder: Path, turn: _Turn, *, whole: bool
+    ) -> None:
+        self._examples, self._finished, self._folder, self._turn, self._whole = examples, finished, folder, turn, whole
         self.before = 0
 
     def __iter__(self) -> Iterator[Example]:
-        for example in self._examples:
+        seen = 0
+        for place, example in enumerate(self._examples):
             known = self._finished.get(example.number)
             if known is None:
-                yield example
+                if self._turn.has(place):
+                    yield example
                 continue
             if known != example.identity:
                 raise ValueError(
                     f"example {example.number} ({example.name}) is not the one that {named(self._folder)} holds: it "
                     "has changed, or others came before it; give the same data, or write to another folder"
                 )
-            self.before += 1
-        if self._whole and self.before < len(self._finished):
+            seen += 1
+            self.before += self._turn.has(place)
+        if self._whole and seen < len(self._finished):
             raise ValueError(_fewer(self._folder))
 
 
@@ -231,6 +255,15 @@ def _workers(workers: Any) -> int:
     if count > cores:
         raise ValueError(f"{count} workers would share {cores} cores and be slower than {cores}; give {cores} at most")
     return count
+
+
+def _part(part: Any) -> tuple[int, int]:
+    if part is None:
+        return 0, 1
+    numbers: list[Any] = list(part) if isinstance(part, tuple | list) else []
+    if len(numbers) != 2 or not all(type(one) is int for one in numbers) or not 0 <= numbers[0] < numbers[1]:
+        raise ValueError(f"part is (number, count), such as (0, 4) for the first of four; {part!r} was given")
+    return numbers[0], numbers[1]
 
 
 def _share(model: torch.nn.Module, workers: int) -> int | None:
