@@ -2,11 +2,9 @@
 
 import base64
 import csv
-import fcntl
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -460,104 +458,49 @@ def test_files_of_a_page_hold_what_attnflow_saves(answers, tmp_path):
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium, in which the page is opened, is not installed")
-# Puts the two ends of the pipes where Chromium looks for them, and becomes Chromium.
-_BECOME = (
-    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
-)
 
 
-class Chromium:
-    """A page in headless Chromium, asked over its debugging pipe."""
+class Tab:
+    """A tab of headless Chromium that keeps what its page complains of."""
 
-    def __init__(self, binary: str, profile: Path) -> None:
-        theirs, self.to = os.pipe()
-        self.of, answers = os.pipe()
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs, answers)]
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-        options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={profile}"]
-        command = [sys.executable, "-c", _BECOME, *map(str, ends), binary, *options, "--remote-debugging-pipe"]
-        self.process = subprocess.Popen(command, pass_fds=ends, stderr=subprocess.DEVNULL)
-        for end in (theirs, answers, *ends):
-            os.close(end)
-        self.events: list[dict] = []
-        self.rest, self.number, self.session = b"", 0, None
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
+    def __init__(self, browser) -> None:
+        self.context = browser.new_context(viewport={"width": 1200, "height": 900})
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", self.hear)
+        self.page.on("request", self.see)
 
-    def receive(self) -> dict:
-        while b"\0" not in self.rest:
-            more = os.read(self.of, 1 << 20)
-            assert more, "Chromium ended"
-            self.rest += more
-        message, self.rest = self.rest.split(b"\0", 1)
-        return json.loads(message)
+    def hear(self, message) -> None:
+        if message.type in ("error", "assert"):
+            self.complaints.append(message.text)
 
-    def call(self, method: str, **parameters):
-        self.number += 1
-        message = {"id": self.number, "method": method, "params": parameters}
-        message |= {"sessionId": self.session} if self.session else {}
-        content = json.dumps(message).encode() + b"\0"
-        while content:
-            content = content[os.write(self.to, content) :]
-        while True:
-            found = self.receive()
-            if found.get("id") == self.number:
-                assert "error" not in found, found
-                return found["result"]
-            self.events.append(found)
+    def see(self, request) -> None:
+        """A page asks for nothing beyond its own file."""
+        if not request.url.startswith(("file:", "data:", "blob:", "about:")):
+            self.complaints.append(request.url)
 
     def open(self, path: Path, *, fragment: str = "", width: int = 1200, dark: bool = False) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
-        )
-        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.call("Emulation.setEmulatedMedia", features=scheme)
-        self.go("about:blank")
-        self.go(f"{path.as_uri()}{fragment}")
-
-    def go(self, address: str) -> None:
-        self.events.clear()
-        self.call("Page.navigate", url=address)
-        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
-            self.events.append(self.receive())
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme="dark" if dark else "light")
+        self.page.goto("about:blank")
+        self.complaints.clear()
+        self.page.goto(f"{path.as_uri()}{fragment}")
 
     def ask(self, expression: str):
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        return self.page.evaluate(expression)
 
     def press(self, key: str) -> None:
-        code = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}[key]
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
-
-    def complaints(self) -> list[dict]:
-        """Errors on the console, exceptions, and requests beyond the file itself."""
-        self.ask("1")
-        return [event for event in self.events if _is_complaint(event["method"], event.get("params", {}))]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.to)
-        os.close(self.of)
-
-
-def _is_complaint(method: str, what: dict) -> bool:
-    if method == "Network.requestWillBeSent":
-        return not what["request"]["url"].startswith(("file:", "data:", "blob:", "about:"))
-    if method == "Runtime.consoleAPICalled":
-        return what["type"] in ("error", "assert")
-    return method == "Runtime.exceptionThrown" or what.get("entry", {}).get("level") == "error"
+        self.page.keyboard.press(key)
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    chromium = Chromium(CHROMIUM, tmp_path_factory.mktemp("profile"))
-    yield chromium
-    chromium.close()
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives Chromium, is not installed")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield Tab(chromium)
+        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -581,7 +524,7 @@ def test_every_view_opens_without_a_complaint(browser, pages, name, width, dark)
         browser.ask(f"document.getElementById('tab-{view}').click()")
         assert browser.ask("document.getElementById('panel').textContent.length") > 0
         assert browser.ask("document.documentElement.scrollWidth") <= width, view
-    assert browser.complaints() == []
+    assert browser.complaints == []
 
 
 @in_chromium
@@ -611,9 +554,54 @@ def test_sliders_and_keys_change_what_they_should(browser, pages):
 
 
 @in_chromium
+def test_numbers_stand_under_tokens_and_other_methods_beside_them(browser, pages):
+    browser.open(pages / "text.html", fragment="#view=tokens&method=0&layer=5&query=0")
+    assert browser.ask("[...document.querySelectorAll('.other figcaption')].map((one) => one.textContent)") == [
+        "flow, query [CLS] at 0, layer 5",
+        "raw, query [CLS] at 0, layer 5",
+    ]
+    browser.page.locator("[data-key=numbers]").select_option(label="its rank")
+    ranks = browser.ask("[...document.querySelectorAll('[role=option] small')].map((one) => one.textContent)")
+    assert sorted(map(int, ranks)) == list(range(1, 13))
+    assert "numbers=rank" in browser.ask("location.hash")
+
+
+@in_chromium
 def test_an_address_restores_the_view(browser, pages):
     fragment = "#view=map&method=1&layer=2&query=3&drop=special"
     browser.open(pages / "text.html", fragment=fragment)
     assert browser.ask("document.getElementById('where').textContent") == "flow, query to at 3, layer 2"
     assert browser.ask("document.querySelector('[role=tab][aria-selected=true]').dataset.key") == "map"
     assert not browser.ask("document.querySelector('[data-key=drop-special]').checked")
+
+
+@pytest.fixture(scope="module")
+def faults(browser):
+    """The serious faults of accessibility that axe finds in the page that is open: (name, element) each."""
+    reason = "axe, which looks for what keeps people out of a page, is not installed"
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
+
+    def found():
+        serious = [
+            one for one in axe.run(browser.page).response["violations"] if one["impact"] in ("serious", "critical")
+        ]
+        return [(one["id"], node["html"][:200]) for one in serious for node in one["nodes"]]
+
+    return found
+
+
+@in_chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", ["text", "image", "hostile"])
+def test_axe_finds_no_serious_fault(browser, faults, pages, name, dark):
+    browser.open(pages / f"{name}.html", dark=dark)
+    for view in browser.ask("[...document.querySelectorAll('[role=tab]')].map((tab) => tab.dataset.key)"):
+        browser.ask(f"document.getElementById('tab-{view}').click()")
+        assert faults() == [], view
+
+
+@in_chromium
+def test_axe_sees_a_fault(browser, faults, tmp_path):
+    (tmp_path / "bad.html").write_text('<!doctype html><html lang="en"><title>bad</title><button></button></html>')
+    browser.open(tmp_path / "bad.html")
+    assert ("button-name", "<button></button>") in faults()

@@ -24,7 +24,7 @@ from attnflow.answer import Relevance
 from attnflow.files import plain, to_json, write_whole
 from attnflow.memory import check_memory
 from attnflow.show.colour import GROUND, PAPER, SIGNED, Ramp, is_signed, rgb
-from attnflow.show.wording import method_and_query, saturation, unseen_mixers, visible, why_zero
+from attnflow.show.wording import about, method_and_query, saturation, unseen_mixers, visible, why_zero
 
 SCRIPTS = ("numbers.js", "draw.js", "page.js")
 LARGEST = 200_000_000  # bytes of a page; browsers hold no longer text in one piece with ease
@@ -189,6 +189,7 @@ def _answer(relevance: Relevance) -> dict[str, Any]:
     return {
         "method": visible(_method(relevance)),
         "title": visible(method_and_query(relevance)),
+        "about": about(relevance),
         "file": relevance.as_dict(with_scores=False),
         "tokens": [visible(token) or "␣" for token in relevance.tokens],
         "query_tokens": [visible(token) or "␣" for token in relevance.query_tokens],
