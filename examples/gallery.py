@@ -1,4 +1,4 @@
-"""Make the gallery: report pages of text, images and more, a screenshot of each view in Chromium, and how fast one opens.
+"""Make the gallery: report pages, a screenshot of each view in Chromium, and how large a long page is and how fast.
 
 python examples/gallery.py [--folder out/gallery] [--docs docs/pictures] [--data FOLDER]
 

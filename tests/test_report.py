@@ -575,6 +575,9 @@ def test_an_address_restores_the_view(browser, pages):
     assert not browser.ask("document.querySelector('[data-key=drop-special]').checked")
 
 
+GRAVE = ("serious", "critical")
+
+
 @pytest.fixture(scope="module")
 def faults(browser):
     """The serious faults of accessibility that axe finds in the page that is open: (name, element) each."""
