@@ -3,7 +3,7 @@
 python examples/gallery.py [--folder out/gallery] [--docs docs/pictures] [--data FOLDER]
 
 Needs Chromium and playwright. --docs: where the few pictures that docs/report.md shows are kept. --data: the folder
-with stories260k, a small model that writes; without it the page of generated text is left out, and that is said.
+of small models and sentences that tests use too; without it two pages are left out, and that is said.
 """
 
 import argparse
@@ -22,7 +22,11 @@ from playwright.sync_api import Browser, sync_playwright
 
 import attnflow
 from attnflow.capturing import huggingface, vision
-from attnflow.studies import stories
+from attnflow.faithfulness import loading
+from attnflow.show.listing import Listed, disagreement, save_list
+from attnflow.show.overlay import blended
+from attnflow.show.wording import patches
+from attnflow.studies import sst2, stories
 
 SENTENCE = "The keys to the cabinet are on the table."
 LONG = (
@@ -39,6 +43,7 @@ LONG = (
     "with either a waistcoat-pocket, or a watch to take out of it, and burning with curiosity, she ran across the "
     "field after it, and fortunately was just in time to see it pop down a large rabbit-hole under the hedge."
 )
+METHODS = ("raw", "rollout", "flow")
 PHONE, DESK = 390, 1200  # pixels
 
 
@@ -75,6 +80,10 @@ SHOTS = (
     Shot("video", "video"),
     Shot("encoder-decoder", "encoder-decoder"),
     Shot("encoder-decoder-graph", "encoder-decoder", "view=graph"),
+    Shot("examples", "examples", "view=examples&by=disagreement"),
+    Shot("evaluation", "evaluation"),
+    Shot("evaluation-phone-dark", "evaluation", width=PHONE, dark=True),
+    Shot("photographs", "photographs"),
     Shot("generated", "generated"),
     Shot("generated-map", "generated", "view=map"),
 )
@@ -84,7 +93,7 @@ KEPT = ("text", "graph", "image")  # that docs/report.md shows
 def make_pages(folder: Path, data: Path) -> Iterator[str]:
     """Write each page, and yield its name."""
     model, tokenizer = huggingface.load()
-    for name, text, methods in (("text", SENTENCE, ("raw", "rollout", "flow")), ("long", LONG, ("raw", "rollout"))):
+    for name, text, methods in (("text", SENTENCE, METHODS), ("long", LONG, ("raw", "rollout"))):
         trace = attnflow.capture(model, text, tokenizer=tokenizer)
         every = [attnflow.relevance(trace, method, layer="all") for method in methods]
         attnflow.report(every, folder / f"{name}.html", trace=trace)
@@ -93,6 +102,12 @@ def make_pages(folder: Path, data: Path) -> Iterator[str]:
     signed = attnflow.explain(model, SENTENCE, "attnlrp", tokenizer=tokenizer)
     attnflow.report(signed, folder / "signed.html")
     yield "signed"
+
+    texts = (SENTENCE, LONG[:180], "It was not a good film, but the acting was superb.")
+    traces = [attnflow.capture(model, text, tokenizer=tokenizer) for text in texts]
+    both = [attnflow.relevance(trace, name, query=0) for trace in traces for name in ("raw", "rollout")]
+    attnflow.report(both, folder / "examples.html")
+    yield "examples"
 
     photograph = vision.open_image(get_sample_data("grace_hopper.jpg", asfileobj=False))
     dinov2 = vision.load()
@@ -112,14 +127,41 @@ def make_pages(folder: Path, data: Path) -> Iterator[str]:
     )
     yield "encoder-decoder"
 
-    if (data / "stories260k").is_dir():
-        writer, tokenizer = stories.load(data / "stories260k")
-        trace = attnflow.capture(writer, "Once upon a time, Lily had a red ball.", tokenizer=tokenizer, generate=24)
-        both = [attnflow.relevance(trace, name, layer="all", query="generated") for name in ("raw", "rollout")]
-        attnflow.report(both, folder / "generated.html", trace=trace)
-        yield "generated"
-    else:
-        print(f"no stories260k in {data}: the page of generated text is left out")
+    photographs(dinov2, folder / "photographs.html")
+    yield "photographs"
+
+    if not data.is_dir():
+        print(f"there is no {data}: the pages of an evaluation and of generated text are left out")
+        return
+    classifier, tokenizer = sst2.classifier(data / "adapters" / sst2.ADAPTER)
+    examples = loading.texts(data / "sst2" / "dev.tsv")[:12]
+    metrics = ["comprehensiveness", "deletion"]
+    evaluation = attnflow.evaluate(classifier, examples, methods=METHODS, metrics=metrics, tokenizer=tokenizer)
+    evaluation.save(folder / "evaluation.html")
+    yield "evaluation"
+
+    writer, tokenizer = stories.load(data / "stories260k")
+    trace = attnflow.capture(writer, "Once upon a time, Lily had a red ball.", tokenizer=tokenizer, generate=24)
+    both = [attnflow.relevance(trace, name, layer="all", query="generated") for name in ("raw", "rollout")]
+    attnflow.report(both, folder / "generated.html", trace=trace)
+    yield "generated"
+
+
+def photographs(dinov2: Any, path: Path) -> None:
+    """A list of photographs with their maps, which can be sorted by how far the methods disagree."""
+    shown = []
+    for file in sorted(Path("tests/data/images").glob("*.jpg")):
+        image = vision.open_image(file)
+        trace = attnflow.capture(dinov2.model, dinov2.prepare(image))
+        answers = {name: attnflow.relevance(trace, name, query="[CLS]") for name in ("raw", "rollout")}
+        maps = {name: blended(patches(one, one.row), image) for name, one in answers.items()}
+        numbers = {"disagreement": disagreement([*answers.values()])}
+        shown.append(Listed(file.stem, pictures={"photograph": image} | maps, numbers=numbers))
+    words = [
+        "Bright is more; each map has its own scale.",
+        "Disagreement: 1 less the rank correlation of both methods.",
+    ]
+    save_list(path, "What [CLS] of DINOv2-small draws on", examples=shown, words=words)
 
 
 def random_encoder_decoder() -> Any:

@@ -20,7 +20,10 @@ import pytest
 import attnflow
 from attnflow.answer import Relevance
 from attnflow.show import colour, wording
-from attnflow.show.report import GRAPH_EDGES, SCRIPTS, Start, command_of, in_script, pack, page, python_lines
+from attnflow.show.document import in_script
+from attnflow.show.listing import disagreement, examples_of
+from attnflow.show.report import GRAPH_EDGES, SCRIPTS, Start, command_of, pack, page, python_lines
+from classifiers import small_bert, tokenizer
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>",
@@ -247,6 +250,23 @@ def test_one_page_holds_all_methods_and_every_query(tmp_path):
     done = run("report", "k-flow.json", "k-rollout.json", "-o", "both.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(data_of((tmp_path / "both.html").read_text())["answers"]) == 2
+
+
+def test_folders_and_evaluations_have_pages(answers, several, evaluation, tmp_path):
+    (tmp_path / "answers").mkdir()
+    several[0].save(tmp_path / "answers" / "keys.json")
+    several[1].save(tmp_path / "answers" / "words.npz")
+    done = run("report", "answers", "-o", "answers.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    held = data_of((tmp_path / "answers.html").read_text())
+    assert [one["name"] for one in held["examples"]] == ["keys", "words"]
+    evaluation.save(tmp_path / "values.parquet")
+    done = run("report", "values.parquet", "-o", "values.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(data_of((tmp_path / "values.html").read_text())["charts"]) == 2
+    done = run("report", "values.parquet", "answers", "-o", "both.html", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "give it alone" in done.stderr
 
 
 def test_a_query_that_was_asked_for_is_the_only_one(tmp_path):
@@ -504,8 +524,25 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def pages(answers, minilm_trace, photograph, tmp_path_factory):
+def evaluation():
+    texts = [("the keys to the cabinet are on the table", 0), ("a stirring and finally transporting film", 1)]
+    settings = {"tokenizer": tokenizer(), "methods": ["rollout"], "metrics": ["blank-out", "comprehensiveness"]}
+    return attnflow.evaluate(small_bert(), texts, **settings)
+
+
+@pytest.fixture(scope="module")
+def several(minilm, photograph):
+    """Answers of three inputs: two texts, one of them by two methods, and an image."""
+    model, words = minilm
+    texts = [attnflow.capture(model, text, tokenizer=words) for text in ("The keys are here.", PIECES)]
+    return [attnflow.rollout(texts[0]), attnflow.rollout(texts[1]), attnflow.relevance(texts[1], "raw"), photograph[0]]
+
+
+@pytest.fixture(scope="module")
+def pages(answers, minilm_trace, photograph, several, evaluation, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
+    attnflow.report(several, folder / "several.html")
+    evaluation.save(folder / "evaluation.html")
     attnflow.report(answers, folder / "text.html", trace=minilm_trace, start=Start(query=0))
     attnflow.report(photograph[0], folder / "image.html", trace=photograph[1], image=photograph[2])
     hostile().save(folder / "hostile.html")
@@ -515,7 +552,7 @@ def pages(answers, minilm_trace, photograph, tmp_path_factory):
 @in_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
-@pytest.mark.parametrize("name", ["text", "image", "hostile"])
+@pytest.mark.parametrize("name", ["text", "image", "hostile", "several"])
 def test_every_view_opens_without_a_complaint(browser, pages, name, width, dark):
     browser.open(pages / f"{name}.html", width=width, dark=dark)
     views = browser.ask("[...document.querySelectorAll('[role=tab]')].map((tab) => tab.dataset.key)")
@@ -575,6 +612,74 @@ def test_an_address_restores_the_view(browser, pages):
     assert not browser.ask("document.querySelector('[data-key=drop-special]').checked")
 
 
+@in_chromium
+def test_examples_are_listed_sorted_and_opened(browser, pages, several):
+    browser.open(pages / "several.html")
+    names = "[...document.querySelectorAll('.example h3')].map((one) => one.textContent)"
+    as_they_came = browser.ask(names)
+    assert len(as_they_came) == 3
+    browser.page.locator("[data-key=by]").select_option("tokens")
+    counts = [len(several[0].tokens), len(several[1].tokens), len(several[3].tokens)]
+    assert browser.ask(names) == [as_they_came[at] for at in np.argsort(counts)[::-1]]
+    assert "by=tokens" in browser.ask("location.hash")
+    browser.page.locator("[data-key=by]").select_option("disagreement")
+    assert browser.ask(names)[0] == as_they_came[1]
+    browser.page.get_by_role("button", name=as_they_came[1], exact=True).click()
+    shown = browser.ask("[...document.querySelectorAll('[role=option]')].map((one) => one.textContent)")
+    assert shown == list(several[1].tokens)
+    assert browser.ask("document.querySelectorAll('.other').length") == 1
+    assert browser.complaints == []
+
+
+def test_disagreement_is_one_less_the_rank_correlation(several):
+    from scipy.stats import spearmanr
+
+    expected = 1 - spearmanr(several[1].row, several[2].row).statistic
+    assert disagreement(several[1:3]) == pytest.approx(expected)
+    assert disagreement([several[1], several[1]]) == pytest.approx(0)
+    flat = replace(several[1], scores=np.ones_like(several[1].scores))
+    assert np.isnan(disagreement([several[1], flat]))
+
+
+def test_relevances_of_one_input_are_one_example(several, answers):
+    assert examples_of(answers, None) == ([0, 0, 0], [])
+    assert examples_of(several, None)[0] == [0, 1, 1, 2]
+    again = [answers[0], answers[1], answers[0], answers[1]]  # of another input with the same tokens
+    places, examples = examples_of(again, list("abcd"))
+    assert places == [0, 0, 1, 1]
+    assert [one["name"] for one in examples] == ["a", "c"]
+
+
+def test_the_page_of_an_evaluation_says_what_its_summary_does(evaluation, tmp_path):
+    held = data_of(evaluation.save(tmp_path / "page.html").read_text())
+    found = {
+        (chart["name"], one["label"]): (one["mean"], one["low"], one["high"], one["n"], one["undefined"])
+        for chart in held["charts"]
+        for one in chart["intervals"]
+    }
+    expected = {
+        (one.metric, one.method if one.layer is None else f"{one.method}, layer {one.layer}"): (
+            *(None if np.isnan(value) else value for value in (one.mean, one.low, one.high)), one.n, one.undefined
+        )
+        for one in evaluation.summary()
+    }  # fmt: skip
+    assert found == expected
+    assert {chart["name"]: chart["direction"] for chart in held["charts"]} == {
+        "blank-out": "up",
+        "comprehensiveness": "up",
+    }
+    assert sum("has the best mean" in sentence for sentence in held["words"]) == 2
+
+
+@in_chromium
+@pytest.mark.parametrize("width", [360, 1200])
+def test_the_page_of_an_evaluation_opens_without_a_complaint(browser, pages, width):
+    browser.open(pages / "evaluation.html", width=width)
+    assert browser.ask("document.querySelectorAll('#panel svg').length") == 2
+    assert browser.ask("document.documentElement.scrollWidth") <= width
+    assert browser.complaints == []
+
+
 GRAVE = ("serious", "critical")
 
 
@@ -595,9 +700,10 @@ def faults(browser):
 
 @in_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", ["text", "image", "hostile"])
+@pytest.mark.parametrize("name", ["text", "image", "hostile", "several", "evaluation"])
 def test_axe_finds_no_serious_fault(browser, faults, pages, name, dark):
     browser.open(pages / f"{name}.html", dark=dark)
+    assert faults() == []
     for view in browser.ask("[...document.querySelectorAll('[role=tab]')].map((tab) => tab.dataset.key)"):
         browser.ask(f"document.getElementById('tab-{view}').click()")
         assert faults() == [], view

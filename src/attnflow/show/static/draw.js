@@ -249,3 +249,31 @@ function graphSvg(graph, title, chosen, theme, notes = null, wide = 1100) {
     ? svg(places.width, places.height, title, theme, ...drawn)
     : framed(title, notes, places.width, places.height, theme, drawn.join(""));
 }
+
+/** The intervals of a chart, the best mean first, and those without a mean last. */
+function bestFirst(chart) {
+  const sign = chart.direction === "up" ? -1 : 1;
+  return [...chart.intervals].sort((a, b) => (a.mean === null) - (b.mean === null) || sign * (a.mean - b.mean));
+}
+
+/** Methods on one metric: a dot for the mean, a line for its interval; marked ones are hollow, with a line through all. */
+function chartSvg(chart, theme, wide) {
+  const rows = bestFirst(chart), high = 24, foot = high * rows.length;
+  const side = Math.min(0.4 * wide, 16 + Math.max(...rows.map((one) => widthOf(one.label, 13)))), width = Math.max(320, Math.min(wide, 860));
+  const most = Math.max(6, Math.floor(side / 7)), right = width - 70;
+  const ends = rows.flatMap((one) => [one.mean, one.low, one.high]).filter((value) => value !== null);
+  const low = Math.min(0, ...ends), top = Math.max(0, ...ends), x = (value) => side + ((value - low) / (top - low || 1)) * (right - side);
+  const digits = decimalsOf(ends), line = (x1, y1, x2, y2, more) => tag("path", { d: `M${x1} ${y1}L${x2} ${y2}`, fill: "none", ...more });
+  const drawn = [line(x(0), 0, x(0), foot, { stroke: theme.line, "stroke-width": 1.5 })];
+  rows.forEach((one, at) => {
+    const y = high * (at + 0.5), marked = chart.marks.includes(one.label);
+    drawn.push(label(shortened(one.label, Math.min(most, 40)), { x: side - 10, y: y + 4.5, "font-size": 13, "text-anchor": "end", fill: marked ? theme.soft : theme.ink }));
+    if (one.mean === null) { drawn.push(label("undefined", { x: x(0) + 6, y: y + 4, "font-size": 11, fill: theme.soft })); return; }
+    if (marked) drawn.push(line(x(one.mean), 0, x(one.mean), foot, { stroke: theme.soft, "stroke-dasharray": "2 4" }));
+    if (one.low !== null) drawn.push(line(x(one.low), y, x(one.high), y, { stroke: marked ? theme.soft : theme.edge, "stroke-width": 3, "stroke-opacity": 0.55, "stroke-linecap": "round" }));
+    drawn.push(tag("circle", { cx: x(one.mean), cy: y, r: 5, fill: marked ? theme.ground : theme.edge, stroke: marked ? theme.soft : theme.edge, "stroke-width": 2 }),
+      label(numberOf(one.mean, digits, false), { x: width - 4, y: y + 4, "font-size": 12, "text-anchor": "end", fill: theme.ink }));
+  });
+  for (const value of [...new Set([low, 0, top])]) drawn.push(label(numberOf(value, digits, false), { x: x(value), y: foot + 14, "font-size": 11, "text-anchor": "middle", fill: theme.soft }));
+  return svg(width, foot + 20, `${chart.name}: means and intervals, best first`, theme, ...drawn);
+}

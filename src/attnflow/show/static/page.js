@@ -1,24 +1,5 @@
 // The page: controls, views, keys and the address. All that it draws comes from numbers.js and draw.js.
 
-/** An element with properties, and children that are elements or text. */
-function make(name, properties = {}, ...children) {
-  const element = document.createElement(name);
-  for (const [key, value] of Object.entries(properties)) {
-    if (key === "dataset") Object.assign(element.dataset, value);
-    else if (key in element) element[key] = value;
-    else element.setAttribute(key, value);
-  }
-  element.append(...children);
-  return element;
-}
-
-/** An SVG as an element; text that is no SVG is an error, never markup. */
-function drawnFrom(text) {
-  const parsed = new DOMParser().parseFromString(text, "image/svg+xml");
-  if (parsed.querySelector("parsererror")) throw new Error("a view is no well-formed SVG");
-  return document.importNode(parsed.documentElement, true);
-}
-
 function startPage() {
   const byId = (id) => document.getElementById(id);
   const data = readData(byId("data").textContent);
@@ -26,10 +7,10 @@ function startPage() {
   const theme = () => (dark.matches ? DARK : LIGHT);
   const where = byId("where"), panel = byId("panel"), controls = byId("controls"), tabs = byId("tabs");
   const SHARE = data.graph && data.graph.tokens.length > 60 ? 0.6 : 0.8;  // of many tokens fewer edges are read
-  const names = namesOf(data.answers);
+  const many = data.examples.length > 0;
   let cursor = null;  // the position that the keys are at
 
-  const state = { method: 0, layer: 0, query: -1, words: false, drop: [], view: "", search: "", opacity: 0.65, top: 1, grid: false, own: null, token: -1, share: SHARE, route: -1, cut: false, numbers: 0 };
+  const state = { method: 0, layer: 0, query: -1, words: false, drop: [], view: "", search: "", opacity: 0.65, top: 1, grid: false, own: null, token: -1, share: SHARE, route: -1, cut: false, numbers: 0, by: "", least: false };
 
   const answer = () => data.answers[state.method];
   const queries = () => queriesOf(answer(), state.words);
@@ -40,11 +21,11 @@ function startPage() {
 
   function views() {
     const one = answer(), several = one.layers.length > 1 || queries().length > 1;
-    return [isImage() ? "image" : "tokens", several ? "map" : null, data.graph ? "graph" : null, "scores", "recipe"].filter(Boolean);
+    return [many ? "examples" : null, isImage() ? "image" : "tokens", several ? "map" : null, data.graph ? "graph" : null, "scores", "recipe"].filter(Boolean);
   }
 
   const NUMBERS = ["none", "score", "share", "rank"];  // that stand under the tokens
-  const NAMES = { image: "Image", tokens: "Tokens", map: "Map", graph: "Flow graph", scores: "Scores", recipe: "Recipe" };
+  const NAMES = { examples: "Examples", image: "Image", tokens: "Tokens", map: "Map", graph: "Flow graph", scores: "Scores", recipe: "Recipe" };
 
   /** Bring the state within what the chosen answer has. */
   function settle() {
@@ -68,6 +49,7 @@ function startPage() {
     if (state.words) parts.words = 1;
     if (state.drop.length) parts.drop = state.drop.join(",");
     if (state.search) parts.search = state.search;
+    if (state.view === "examples") Object.assign(parts, { by: state.by }, state.least ? { least: 1 } : {});
     if (state.numbers) parts.numbers = NUMBERS[state.numbers];
     if (state.view === "image") Object.assign(parts, { opacity: state.opacity, top: state.top }, state.grid ? { grid: 1 } : {}, state.own === null ? {} : { own: Number(state.own) });
     if (state.view === "graph") Object.assign(parts, { token: state.token, share: state.share, route: state.route }, state.cut ? { cut: 1 } : {});
@@ -91,6 +73,8 @@ function startPage() {
     state.query = placeOf(at);
     state.view = parts.get("view") ?? state.view;
     state.search = parts.get("search") ?? "";
+    state.by = numbersOf(data.examples).includes(parts.get("by")) ? parts.get("by") : "";
+    state.least = parts.get("least") === "1";
     state.numbers = Math.max(0, NUMBERS.indexOf(parts.get("numbers")));
     state.opacity = number("opacity", 0, 1, 0.65);
     state.top = number("top", 0.05, 1, 1);
@@ -171,6 +155,7 @@ function startPage() {
 
   function drawControls(row) {
     const one = answer(), all = queries();
+    const alike = [...data.answers.keys()].filter((at) => data.answers[at].example === one.example), names = namesOf(alike.map((at) => data.answers[at]));
     const mean = one.rows === "group" ? "mean over all groups" : `mean over all ${all.length}`;
     const whole = sum(row.units.map((unit) => unit.score)), sinks = sinksOf(one, state.layer);
     const held = (name) => {
@@ -181,7 +166,8 @@ function startPage() {
       .map((role) => [role, `${role} tokens (${percent(held(role))} of the row)`]);
     if (sinks.length) toggles.push(["sink", `sinks: ${sinks.slice(0, 3).map((at) => shortened(one.tokens[at])).join(", ")} (${percent(held("sink"))})`]);
     fill(controls,
-      data.answers.length > 1 && choice("Method", "method", names.map((name, at) => [at, name]), state.method, (method) => set({ method })),
+      many && choice("Example", "example", data.examples.map((each) => [each.answer, shortened(each.name, 40)]), data.examples[one.example].answer, (method) => set({ method })),
+      alike.length > 1 && choice("Method", "method", alike.map((at, place) => [at, names[place]]), state.method, (method) => set({ method })),
       all.length > 1 && choice(one.rows === "generated" ? "Written token" : one.rows === "group" ? "From" : "Query", "query",
         [[-1, mean], ...all.map((query, at) => [at, `${shortened(query.label)} at ${query.at}`])], state.query, (query) => set({ query })),
       one.layers.length > 1 && range("Layer", "layer", 0, one.layers.length - 1, 1, state.layer, `${one.layers[state.layer]} of ${one.layers[0]} to ${one.layers[one.layers.length - 1]}`, (layer) => set({ layer })),
@@ -341,7 +327,7 @@ function startPage() {
 
   /** What the other methods say of the same query, a text each, on scales of their own. */
   function others(mine) {
-    const alike = data.answers.filter((one) => one !== mine && String(one.tokens) === String(mine.tokens) && queryIn(one, mine, state.query) !== null);
+    const alike = data.answers.filter((one) => one !== mine && one.example === mine.example && queryIn(one, mine, state.query) !== null);
     return alike.map((one) => {
       const layer = sameLayer(one, mine), row = rowOf(one, { ...state, layer, query: queryIn(one, mine, state.query) });
       const scores = row.shown.map((unit) => unit.score), ends = textScale(scores, one.signed), digits = decimalsOf(scores);
@@ -439,7 +425,7 @@ function startPage() {
   /** The maps of a query: the chosen answer's, and those of other answers of the same patches that have the query. */
   function mapsOf(mine, query) {
     const at = queries()[query]?.at, queryOf = (one) => queryIn(one, mine, query);
-    const alike = data.answers.filter((one) => one === mine || (String(one.grid) === String(mine.grid) && String(one.tokens) === String(mine.tokens)));
+    const alike = data.answers.filter((one) => one === mine || (one.example === mine.example && String(one.grid) === String(mine.grid)));
     const maps = alike.filter((one) => queryOf(one) !== null).map((one) => {
       const layer = sameLayer(one, mine), all = queriesOf(one, state.words), chosen = queryOf(one);
       const scores = scoresOf(one, layer, rowsOf(one, all, chosen));
@@ -714,7 +700,14 @@ function startPage() {
 
   // -------------------------------------------------------------- drawing
 
-  const drawers = { tokens: drawTokens, image: drawImage, map: drawMap, graph: drawGraph, scores: drawScores, recipe: drawRecipe };
+  function drawExamples() {
+    return {
+      title: `${data.examples.length} examples`, svg: null, notes: ["disagreement: 1 less the mean rank correlation of the methods' rows; 0 where all rank alike, 1 as by chance"],
+      elements: exampleList(data.examples, { by: state.by, least: state.least }, set, (method) => set({ method, query: -1, view: data.answers[method].grid ? "image" : "tokens" })),
+    };
+  }
+
+  const drawers = { examples: drawExamples, tokens: drawTokens, image: drawImage, map: drawMap, graph: drawGraph, scores: drawScores, recipe: drawRecipe };
 
   function draw() {
     const row = current(), { title, elements, notes, svg: svgOf } = drawers[state.view](row);
