@@ -12,6 +12,7 @@ from attnflow.show.colour import Scale, is_signed
 
 LONGEST_LABEL = 24
 SATURATED = 0.5  # the share of values that no longer depend on the query from which it is said
+PROOFS = ("dataflow", "isolation", "reproduction", "places")  # of a capture, that every view may name
 NAMED = 4  # tokens beyond a scale that are named
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _JOINERS = "\u200c\u200d"  # part of ordinary words in Persian and in Indic scripts, and of emoji
@@ -134,6 +135,22 @@ def caption(relevance: Relevance) -> str:
     if left_out := relevance.recipe.get("left_out"):
         parts.append(f"without {' and '.join(left_out['roles'])} tokens, which hold {left_out['share']:.0%}")
     return visible(", ".join(parts))
+
+
+def about(relevance: Relevance) -> str:
+    """The model, what its capture proved, and the target, in one line, as far as the recipe tells them."""
+    model = relevance.recipe.get("model", {})
+    name, kind = model.get("name"), model.get("class")
+    parts = [f"{name} ({kind})" if name and kind else str(name or kind or "model unknown")]
+    if "layers" in model and "heads" in model:
+        parts.append(f"{model['layers']} layers of {model['heads']} heads")
+    parts.append(f"{len(relevance.tokens)} tokens")
+    proofs = model.get("proofs", {})
+    if proved := [f"{name} {proofs[name]}" for name in PROOFS if name in proofs]:
+        parts.append(f"capture: {', '.join(proved)}")
+    if target := relevance.recipe.get("target"):
+        parts.append(f"target {target['target']}" + (f" by {target['rules']}" if "rules" in target else ""))
+    return visible("; ".join(parts))
 
 
 def notes(relevance: Relevance, scores: NDArray[np.float64], ends: Scale, *, zero: str) -> list[str]:

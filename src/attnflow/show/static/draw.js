@@ -169,10 +169,10 @@ function patchesSvg(ramps, title, answer, frame, scores, ends, photograph, setti
   for (let at = 0; at < rows * columns; at++) {
     const x = cell * (at % columns), y = high * Math.floor(at / columns), score = scores[first + at];
     const fill = score === 0 ? "url(#hatch)" : colourOf(ramps, ends, "ground", score);
-    const line = settings.grid ? { stroke: "#ffffff", "stroke-width": 0.6, "stroke-opacity": 0.7 } : { stroke: fill, "stroke-width": 0.3 };
+    const line = settings.grid ? { stroke: "#ffffff", "stroke-width": 0.6, "stroke-opacity": 0.7 } : {};
     cells.push(tag("rect", { x: x.toFixed(2), y: y.toFixed(2), width: cell.toFixed(2), height: high.toFixed(2), fill, ...line }));
   }
-  drawn.push(tag("g", { opacity: photograph ? settings.opacity : 1 }, ...cells));
+  drawn.push(tag("g", { opacity: photograph ? settings.opacity : 1, "shape-rendering": "crispEdges" }, ...cells));
   const chosen = settings.chosen - first;
   if (chosen >= 0 && chosen < rows * columns) {
     const place = { x: cell * (chosen % columns), y: high * Math.floor(chosen / columns), width: cell, height: high, fill: "none" };
@@ -196,13 +196,13 @@ function sheetSvg(ramps, title, parts, ends, notes, theme) {
   return framed(title, notes, (each + 12) * beside, height + 24, theme, drawn.join("") + (ends ? scaleBar(ramps, ends, "ground", theme, height + 4) : ""));
 }
 
-/** Where the nodes of a graph lie: column 0 is the input, column l + 1 the output of the graph's layer l. */
-function graphPlaces(graph) {
+/** Where the nodes of a graph lie in some width: column 0 is the input, column l + 1 the output of the graph's layer l. */
+function graphPlaces(graph, wide) {
   const counts = [graph.layers[0].shape[1], ...graph.layers.map((layer) => layer.shape[0])];
-  const high = Math.max(7, Math.min(26, Math.floor(2600 / Math.max(...counts))));
-  const side = Math.min(170, 16 + Math.max(...graph.tokens.map((text) => widthOf(shortened(text), 12))));
-  const step = Math.max(70, Math.min(150, Math.floor(900 / graph.layers.length)));
-  const width = 2 * side + step * graph.layers.length, height = 24 + high * Math.max(...counts);
+  const high = Math.max(14, Math.min(26, Math.floor(2600 / Math.max(...counts))));
+  const side = Math.min(170, 0.24 * wide, 16 + Math.max(...graph.tokens.map((text) => widthOf(shortened(text), 12))));
+  const step = Math.max(34, Math.min(170, (wide - 2 * side) / graph.layers.length));
+  const width = 2 * side + step * graph.layers.length, height = 30 + high * Math.max(...counts);
   return { counts, high, side, step, width, height, x: (column) => side + step * column, y: (row) => 24 + high * (row + 0.5) };
 }
 
@@ -210,8 +210,8 @@ function graphPlaces(graph) {
  * The graph: tokens down, layers across from the input at the left, edges as wide and as dark as what they carry.
  * chosen: {queries, token, edges, route, cut}: a route is the steps of one path, a cut the edges of a minimum cut.
  */
-function graphSvg(graph, title, chosen, theme, notes = null) {
-  const places = graphPlaces(graph), { counts, high, x, y } = places;
+function graphSvg(graph, title, chosen, theme, notes = null, wide = 1100) {
+  const places = graphPlaces(graph, wide), { counts, high, x, y } = places;
   const largest = chosen.edges.reduce((most, edge) => Math.max(most, edge.carries), 0) || 1;
   const widest = Math.max(1.2, Math.min(7, 0.3 * high));
   const line = (layer, query, key, more) => {
@@ -237,9 +237,9 @@ function graphSvg(graph, title, chosen, theme, notes = null) {
       drawn.push(tag("circle", { cx: x(column), cy: y(row), r: Math.min(4, high / 3), fill: reached.has(`${column} ${row}`) ? theme.ink : theme.line }));
     }
   });
-  const size = Math.max(6, Math.min(12, high - 1));
+  const size = 12, most = Math.max(4, Math.floor((places.side - 12) / (0.55 * size)));
   const names = (count) => (count === graph.tokens.length ? graph.tokens : [...Array(count).keys()].map(String));
-  const column = (labels, at, where, ...picked) => labels.forEach((text, row) => drawn.push(label(shortened(text), {
+  const column = (labels, at, where, ...picked) => labels.forEach((text, row) => drawn.push(label(shortened(text, Math.min(24, most)), {
     x: where, y: y(row) + 0.36 * size, "font-size": size, "text-anchor": at ? "start" : "end",
     fill: picked.includes(row) ? theme.accent : theme.ink, "font-weight": picked.includes(row) ? 700 : 400,
   })));
@@ -248,4 +248,32 @@ function graphSvg(graph, title, chosen, theme, notes = null) {
   return notes === null
     ? svg(places.width, places.height, title, theme, ...drawn)
     : framed(title, notes, places.width, places.height, theme, drawn.join(""));
+}
+
+/** The intervals of a chart, the best mean first, and those without a mean last. */
+function bestFirst(chart) {
+  const sign = chart.direction === "up" ? -1 : 1;
+  return [...chart.intervals].sort((a, b) => (a.mean === null) - (b.mean === null) || sign * (a.mean - b.mean));
+}
+
+/** Methods on one metric: a dot for the mean, a line for its interval; marked ones are hollow, with a line through all. */
+function chartSvg(chart, theme, wide) {
+  const rows = bestFirst(chart), high = 24, foot = high * rows.length;
+  const side = Math.min(0.4 * wide, 16 + Math.max(...rows.map((one) => widthOf(one.label, 13)))), width = Math.max(320, Math.min(wide, 860));
+  const most = Math.max(6, Math.floor(side / 7)), right = width - 70;
+  const ends = rows.flatMap((one) => [one.mean, one.low, one.high]).filter((value) => value !== null);
+  const low = Math.min(0, ...ends), top = Math.max(0, ...ends), x = (value) => side + ((value - low) / (top - low || 1)) * (right - side);
+  const digits = decimalsOf(ends), line = (x1, y1, x2, y2, more) => tag("path", { d: `M${x1} ${y1}L${x2} ${y2}`, fill: "none", ...more });
+  const drawn = [line(x(0), 0, x(0), foot, { stroke: theme.line, "stroke-width": 1.5 })];
+  rows.forEach((one, at) => {
+    const y = high * (at + 0.5), marked = chart.marks.includes(one.label);
+    drawn.push(label(shortened(one.label, Math.min(most, 40)), { x: side - 10, y: y + 4.5, "font-size": 13, "text-anchor": "end", fill: marked ? theme.soft : theme.ink }));
+    if (one.mean === null) { drawn.push(label("undefined", { x: x(0) + 6, y: y + 4, "font-size": 11, fill: theme.soft })); return; }
+    if (marked) drawn.push(line(x(one.mean), 0, x(one.mean), foot, { stroke: theme.soft, "stroke-dasharray": "2 4" }));
+    if (one.low !== null) drawn.push(line(x(one.low), y, x(one.high), y, { stroke: marked ? theme.soft : theme.edge, "stroke-width": 3, "stroke-opacity": 0.55, "stroke-linecap": "round" }));
+    drawn.push(tag("circle", { cx: x(one.mean), cy: y, r: 5, fill: marked ? theme.ground : theme.edge, stroke: marked ? theme.soft : theme.edge, "stroke-width": 2 }),
+      label(numberOf(one.mean, digits, false), { x: width - 4, y: y + 4, "font-size": 12, "text-anchor": "end", fill: theme.ink }));
+  });
+  for (const value of [...new Set([low, 0, top])]) drawn.push(label(numberOf(value, digits, false), { x: x(value), y: foot + 14, "font-size": 11, "text-anchor": "middle", fill: theme.soft }));
+  return svg(width, foot + 20, `${chart.name}: means and intervals, best first`, theme, ...drawn);
 }
