@@ -87,7 +87,7 @@ SHOTS = (
     Shot("generated", "generated"),
     Shot("generated-map", "generated", "view=map"),
 )
-KEPT = ("text", "graph", "image")  # that docs/report.md shows
+KEPT = ("text", "graph", "evaluation")  # that docs/report.md shows
 
 
 def make_pages(folder: Path, data: Path) -> Iterator[str]:
@@ -244,7 +244,8 @@ def main() -> None:
         browser.close()
     if given.docs is not None:
         for name in KEPT:
-            shutil.copy(given.folder / f"{name}.png", given.docs / f"report-{name}.png")
+            small = Image.open(given.folder / f"{name}.png").convert("RGB").quantize(128)
+            small.save(given.docs / f"report-{name}.png", optimize=True)
     print(f"wrote {len(SHOTS)} views to {given.folder}")
 
 

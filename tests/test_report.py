@@ -19,7 +19,7 @@ import pytest
 
 import attnflow
 from attnflow.answer import Relevance
-from attnflow.show import colour, wording
+from attnflow.show import colour, plots, wording
 from attnflow.show.document import in_script
 from attnflow.show.listing import disagreement, examples_of
 from attnflow.show.report import GRAPH_EDGES, SCRIPTS, Start, command_of, pack, page, python_lines
@@ -714,3 +714,50 @@ def test_axe_sees_a_fault(browser, faults, tmp_path):
     (tmp_path / "bad.html").write_text('<!doctype html><html lang="en"><title>bad</title><button></button></html>')
     browser.open(tmp_path / "bad.html")
     assert ("button-name", "<button></button>") in faults()
+
+
+# ---------------------------------------------------------------- several methods in one picture, parts of an answer
+
+
+def test_methods_share_one_scale_in_one_picture(photograph, answers, several, minilm):
+    relevance, trace, image = photograph
+    alike = [relevance, attnflow.relevance(trace, "raw")]
+    figure = plots.picture(alike, image)
+    titled = [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
+    assert [title.split(",")[0] for title in titled] == ["rollout", "raw"]
+    ends = colour.patch_scale(np.concatenate([wording.patches(one, one.row).ravel() for one in alike]))
+    assert figure.axes[-1].get_ylim() == pytest.approx((ends.low, ends.high))
+    assert len(figure.axes) == 4  # the photograph, two maps, one scale
+    assert len(plots.picture(answers).axes) == 4
+    model, words = minilm
+    long = attnflow.capture(model, 5 * PIECES, tokenizer=words)
+    figure = plots.picture([attnflow.rollout(long), attnflow.relevance(long, "raw")])
+    drawn = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert sum(text.startswith(("rollout, ", "raw, ")) for text in drawn) == 2
+
+
+def test_maps_of_other_sizes_have_scales_of_their_own_and_say_so(photograph):
+    relevance, _, image = photograph
+    larger = replace(relevance, scores=100 * relevance.scores)
+    figure = plots.overlays([relevance, larger], image)
+    assert "each map has a scale of its own" in figure.get_supxlabel()
+    assert len(figure.axes) == 5
+
+
+@pytest.mark.parametrize("function", [plots.overlays, plots.text_lines, plots.layer_maps])
+def test_pictures_of_other_inputs_are_not_compared(function, several):
+    with pytest.raises(ValueError, match="compare relevances of one|no grid of patches"):
+        function([several[0], several[3]])
+
+
+def test_parts_move_with_the_tokens_that_are_left(stories):
+    model, words = stories
+    trace = attnflow.capture(model, "Once upon a time, Lily had a red ball.", tokenizer=words, generate=4)
+    relevance = attnflow.rollout(trace, query="generated")
+    begun = relevance.recipe["parts"]["written"]
+    assert begun == trace.generated_from
+    assert relevance.without("special").recipe["parts"]["written"] == begun - 1
+    merged = relevance.by_word()
+    word = merged.recipe["parts"]["written"]
+    assert relevance.words is not None
+    assert word == len(set(relevance.words[:begun]))

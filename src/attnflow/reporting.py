@@ -203,7 +203,7 @@ def _words(evaluation: Evaluation) -> Iterator[str]:
     examples = len({row.example for row in evaluation.rows})
     model = recipe.get("model", {}).get("class", "the model")
     yield f"{model} on {examples} examples, target {recipe.get('target')}; dots are means, lines 95 % intervals."
-    yield f"Set apart, with a line through all: {' and '.join(ALWAYS)}. No method is better than what it does not beat."
+    yield f"Set apart, with a line through all: {' and '.join(ALWAYS)}. A method that does not beat both finds little."
     if evaluation.failures:
         yield f"{len(evaluation.failures)} failures are left out; the first: {evaluation.failures[0].error}"
     differences = evaluation.differences()

@@ -128,12 +128,13 @@ def _other(one: Relevance, other: Relevance) -> bool:
 
 def _example(answers: Sequence[Relevance], place: int, name: str | None) -> Listed:
     first = answers[0]
-    text = "" if first.grid else " ".join((first if first.words is None else first.by_word()).tokens)
+    whole = first if first.words is None else first.by_word()
+    text = " ".join(token for token, role in zip(whole.tokens, whole.roles, strict=True) if role == "text")
     methods = [str(one.recipe.get("method", "relevance")) for one in answers]
     target = first.recipe.get("target")
     return Listed(
-        name or text[:NAME] or f"example {place + 1}",
-        text=text,
+        name or _shortened(text, NAME) or f"example {place + 1}",
+        text=text if name or len(text) > NAME else "",
         facts="; ".join([", ".join(methods), *([f"target {target['target']}"] if target else [])]),
         pictures={
             method: map_image(patches(one, one.row), signed=is_signed(one.scores))
@@ -156,6 +157,10 @@ def disagreement(answers: Sequence[Relevance]) -> float:
     return float(1 - np.corrcoef(ranks)[np.triu_indices(len(answers), 1)].mean())
 
 
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def _is_image(relevance: Relevance) -> bool:
     return relevance.grid is not None and len(relevance.grid) == 2
 
@@ -170,10 +175,9 @@ def map_image(grid: NDArray[np.float64], *, signed: bool = False) -> Image.Image
 
 def _listed(one: Listed) -> dict[str, Any]:
     """An example as a page holds it."""
-    text = visible(one.text)
     return {
         "name": visible(one.name),
-        "text": text if len(text) <= TEXT else text[: TEXT - 1] + "…",
+        "text": _shortened(visible(one.text), TEXT),
         "facts": visible(one.facts),
         "pictures": [{"name": visible(name), "href": _address(image)} for name, image in one.pictures.items()],
         "numbers": {visible(name): _finite(value) for name, value in one.numbers.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,6 +170,17 @@ def notes(relevance: Relevance, scores: NDArray[np.float64], ends: Scale, *, zer
             _zeros(relevance, scores, zero),
         )
         if note is not None
+    ]
+
+
+def said_of(relevances: Sequence[Relevance], rows: Sequence[NDArray[np.float64]], scales: Sequence[Scale]) -> list[str]:
+    """The notes of what is drawn of several, each on its scale; before what is not said of all stands the method."""
+    drawn = zip(relevances, rows, scales, strict=True)
+    each = [notes(one, scores, ends, zero="hatched") for one, scores, ends in drawn]
+    return [
+        note if all(note in others for others in each) else f"{one.recipe.get('method', 'relevance')}: {note}"
+        for one, own in zip(relevances, each, strict=True)
+        for note in own
     ]
 
 

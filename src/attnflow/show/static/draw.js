@@ -114,9 +114,9 @@ function mapPlaces(rows, columns, labels) {
 
 /**
  * Rows by tokens as coloured cells. rows: [{label, scores, chosen}], the first at the top.
- * image: of more cells than SVG bears, draws them as one picture: (places, colour of each) -> address.
+ * begin: places among the units where a line is drawn, as where a decoder begins. image: of more cells than SVG bears, draws them as one picture: (places, colour of each) -> address.
  */
-function mapSvg(ramps, title, rows, units, ends, notes, theme, image) {
+function mapSvg(ramps, title, rows, units, ends, notes, theme, image, begin = []) {
   const places = mapPlaces(rows.length, units.length, rows.map((row) => row.label));
   const { cell, high, left } = places;
   const colour = (score) => (score === 0 ? null : colourOf(ramps, ends, theme.ramp, score));
@@ -136,6 +136,7 @@ function mapSvg(ramps, title, rows, units, ends, notes, theme, image) {
     if (y % every === 0 || row.chosen) drawn.push(label(shortened(row.label), { x: left - 6, y: high * (y + 0.5) + 4, "font-size": 11, "text-anchor": "end", fill: row.chosen ? theme.accent : theme.soft, "font-weight": row.chosen ? 700 : 400 }));
     if (row.chosen) drawn.push(tag("rect", { x: left - 1, y: high * y - 1, width: places.width - left + 1, height: high + 1, fill: "none", stroke: theme.accent, "stroke-width": 2 }));
   });
+  for (const x of begin) drawn.push(tag("rect", { x: left + cell * x - 1 - gap / 2, y: -3, width: 2, height: places.height + 6, fill: theme.ink }));
   const every = Math.ceil(13 / cell);
   const named = units.map((unit, x) => [unit, x]).filter(([, x]) => x % every === 0);
   const below = 14 + Math.max(...named.map(([unit]) => widthOf(shortened(unit.label), 11)));
@@ -260,7 +261,7 @@ function bestFirst(chart) {
 function chartSvg(chart, theme, wide) {
   const rows = bestFirst(chart), high = 24, foot = high * rows.length;
   const side = Math.min(0.4 * wide, 16 + Math.max(...rows.map((one) => widthOf(one.label, 13)))), width = Math.max(320, Math.min(wide, 860));
-  const most = Math.max(6, Math.floor(side / 7)), right = width - 70;
+  const most = Math.max(6, Math.floor(side / 6)), right = width - 70;
   const ends = rows.flatMap((one) => [one.mean, one.low, one.high]).filter((value) => value !== null);
   const low = Math.min(0, ...ends), top = Math.max(0, ...ends), x = (value) => side + ((value - low) / (top - low || 1)) * (right - side);
   const digits = decimalsOf(ends), line = (x1, y1, x2, y2, more) => tag("path", { d: `M${x1} ${y1}L${x2} ${y2}`, fill: "none", ...more });
@@ -274,6 +275,7 @@ function chartSvg(chart, theme, wide) {
     drawn.push(tag("circle", { cx: x(one.mean), cy: y, r: 5, fill: marked ? theme.ground : theme.edge, stroke: marked ? theme.soft : theme.edge, "stroke-width": 2 }),
       label(numberOf(one.mean, digits, false), { x: width - 4, y: y + 4, "font-size": 12, "text-anchor": "end", fill: theme.ink }));
   });
-  for (const value of [...new Set([low, 0, top])]) drawn.push(label(numberOf(value, digits, false), { x: x(value), y: foot + 14, "font-size": 11, "text-anchor": "middle", fill: theme.soft }));
+  const marks = [...new Set([low, 0, top])].filter((value) => value !== 0 || Math.min(Math.abs(x(low) - x(0)), Math.abs(x(top) - x(0))) > 40 || low === 0 || top === 0);
+  for (const value of marks) drawn.push(label(numberOf(value, digits, false), { x: x(value), y: foot + 14, "font-size": 11, "text-anchor": "middle", fill: theme.soft }));
   return svg(width, foot + 20, `${chart.name}: means and intervals, best first`, theme, ...drawn);
 }

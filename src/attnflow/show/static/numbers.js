@@ -120,6 +120,14 @@ function rowOf(answer, state) {
   return { units, shown: units.filter((unit) => !unit.dropped), left, queries };
 }
 
+/** Where parts of an answer begin among some units, such as the decoder and what a model wrote: {place, names} of each. */
+function beginningsOf(answer, units) {
+  const parts = Object.entries(answer.recipe.parts ?? {});
+  return units.map((unit, place) => ({
+    place, names: parts.filter(([, start]) => unit.at >= start && (place === 0 || units[place - 1].at < start)).map(([name]) => name),
+  })).filter(({ names }) => names.length);
+}
+
 function sum(values) {
   let total = 0;
   for (const value of values) total += value;

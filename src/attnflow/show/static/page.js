@@ -233,10 +233,9 @@ function startPage() {
 
   /** Tokens in lines that wrap; what a decoder was given and what a model wrote begin on lines of their own. */
   function laid(list, spans, units) {
-    const parts = Object.entries(answer().recipe.parts ?? {});
+    const begun = new Map(beginningsOf(answer(), units).map(({ place, names }) => [place, names]));
     spans.forEach((span, at) => {
-      const begun = parts.filter(([, start]) => units[at].at >= start && (at === 0 || units[at - 1].at < start));
-      if (begun.length) list.append(make("span", { className: "part" }, begun.map(([name]) => PARTS[name] ?? name).join(", ")));
+      if (begun.has(at)) list.append(make("span", { className: "part" }, begun.get(at).map((name) => PARTS[name] ?? name).join(", ")));
       list.append(span, "\u200b");
     });
   }
@@ -380,7 +379,8 @@ function startPage() {
     const scores = rows.flatMap((each) => each.scores), ends = scale(scores, one.signed);
     const notes = [...notesOf(one, state.layer, scores, ends, row.shown, sum(row.units.map((unit) => unit.score))), ...dropped(row)];
     const of = byLayer ? `${one.method}, ${queryWords(one, row.queries, state.query)}, every layer; layer ${one.layers[0]} at the foot` : `${one.method}, every query, layer ${one.layers[0]}`;
-    const picture = (how) => mapSvg(data.ramps, of, rows, row.shown, ends, [], how, raster);
+    const begin = beginningsOf(one, row.shown).map(({ place }) => place);
+    const picture = (how) => mapSvg(data.ramps, of, rows, row.shown, ends, [], how, raster, begin);
     const drawing = drawnFrom(picture(theme()));
     const places = mapPlaces(rows.length, row.shown.length, rows.map((each) => each.label));
     const group = drawing.querySelector("g");
@@ -406,7 +406,7 @@ function startPage() {
       event.preventDefault();
       set(rows[Math.min(rows.length - 1, Math.max(0, at < 0 ? 0 : at + way))].change);
     });
-    return { elements: [scroll], notes, svg: () => mapSvg(data.ramps, of, rows, row.shown, ends, notes, LIGHT, raster) };
+    return { elements: [scroll], notes, svg: () => mapSvg(data.ramps, of, rows, row.shown, ends, notes, LIGHT, raster, begin) };
   }
 
   /** Many cells as one picture. */
