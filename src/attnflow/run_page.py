@@ -88,8 +88,8 @@ def _listed(run: Run, facts: Mapping[str, Any], answers: Mapping[str, Relevance]
     pictures = {} if photograph is None or not maps else {"photograph": photograph}
     for method, grid in maps.items():
         signed = is_signed(answers[method].scores)
-        plain = photograph is None or signed
-        pictures[method] = map_image(grid, signed=signed) if plain else blended(grid, photograph)
+        plain = map_image(grid, signed=signed)
+        pictures[method] = plain if photograph is None or signed else blended(grid, photograph)
     numbers = {"agreement": facts["agreement"], "probability": facts["probability"], "tokens": len(first.tokens)}
     return Listed(
         facts["name"],
