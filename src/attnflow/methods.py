@@ -287,6 +287,7 @@ def relevance_of(method: str, graph: AttentionGraph, scores: Sequence[Any], rows
     stacked = np.stack([np.asarray(x.cpu() if hasattr(x, "cpu") else x, dtype=np.float64) for x in scores])
     own = graph.tokens is graph.trace.tokens
     target = graph.trace.target if "gradient" in graph.edges.needs else None
+    parts = graph.trace.parts if own else None
     kind = "generated" if rows == "query" and graph.answers != graph.queries else rows
     return Relevance(
         scores=stacked if graph.settings["layer"] == "all" else stacked[0],
@@ -297,6 +298,6 @@ def relevance_of(method: str, graph: AttentionGraph, scores: Sequence[Any], rows
         layers=graph.explained,
         grid=graph.trace.grid if own else None,
         words=graph.trace.words if own else None,
-        recipe=graph.trace.recipe(method, graph.settings, edges=graph.edges.formula, target=target),
+        recipe=graph.trace.recipe(method, graph.settings, edges=graph.edges.formula, target=target, parts=parts),
         rows=kind,
     )

@@ -136,6 +136,12 @@ class Trace:
             for group in dict.fromkeys(names)
         }
 
+    @property
+    def parts(self) -> dict[str, int] | None:
+        """Where the decoder and what the model wrote begin among the tokens; None where there is neither."""
+        begin = {"decoder": self.decoder_start, "written": self.generated_from}
+        return {name: start for name, start in begin.items() if start is not None} or None
+
     def recipe(
         self, method: str, settings: Mapping[str, Any], checks: Mapping[str, Any] | None = None, **more: Any
     ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnflow.cli.arguments import Integer, check_model, names
+from attnflow.cli.arguments import Integer, check_model, check_outputs, names
 from attnflow.cli.arguments import layer as layer_number
 from attnflow.cli.arguments import target as wanted_target
 from attnflow.cli.printing import note, print_json, print_table, progress, take_messages, working
@@ -33,6 +33,7 @@ def evaluate(
     special: Annotated[bool, Parameter(negative=())] = False,
     limit: Integer | None = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    page: Path | None = None,
     batch_size: Integer = 64,
     seed: Integer = 0,
     device: str = "cpu",
@@ -76,6 +77,8 @@ def evaluate(
         Take the first examples only.
     output
         Write every value to a new .parquet file. A run that was killed goes on where it stopped if it is called again.
+    page
+        Write a page of the summary (.html): a chart of the methods for each metric.
     batch_size
         Cases in one forward pass.
     seed
@@ -91,6 +94,7 @@ def evaluate(
     """
     with working("loading the model", quiet=quiet):
         take_messages(quiet=quiet)
+        from attnflow.answer import PAGES
         from attnflow.capturing import checkpoints
         from attnflow.capturing.models import load_model
         from attnflow.faithfulness import loading
@@ -101,6 +105,8 @@ def evaluate(
         check_model(model)
         if output is not None:
             check_output(output)
+        if page is not None:
+            check_outputs([page], PAGES, data, masks)
         if limit is not None and limit < 1:
             raise ValueError(f"--limit takes a number of examples from 1 on; it is {limit}")
         if not data.exists():
@@ -131,8 +137,10 @@ def evaluate(
             seed=seed,
             progress=called,
         )
-    if output is not None:
-        note(f"wrote {named(output)}", quiet=quiet)
+    if page is not None:
+        evaluation.save(page)
+    for path in filter(None, (output, page)):
+        note(f"wrote {named(path)}", quiet=quiet)
     summary = evaluation.summary()
     if json:
         print_json({"recipe": evaluation.recipe, "summary": [_finite(one._asdict()) for one in summary]})

@@ -69,8 +69,8 @@ class Options:
     drop: Annotated[tuple[Literal["special", "prefix"], ...], Parameter(negative=(), show_default=False)] = ()
     """Leave out the tokens of a role from what is shown and written; their share is said."""
     output: Annotated[tuple[Path, ...], Parameter(name=["--output", "-o"], negative=(), show_default=False)] = ()
-    """Write a file, by suffix: a page to explore (.html, of all methods), a picture (.png, .svg, .pdf) or data (.json,
-    .npz). May be given several times."""
+    """Write a file, by suffix: a page to explore (.html) or a picture (.png, .svg, .pdf), both of all methods, or data
+    (.json, .npz). May be given several times."""
     picture: Literal["map", "graph"] = "map"
     """What pictures show: layers by tokens (images: the overlay), or the layered graph of raw, rollout and flow."""
     json: Annotated[bool, Parameter(negative=())] = False
@@ -355,6 +355,8 @@ def _is_targeted(options: Options) -> bool:
 
 def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | None = None) -> None:
     """Compute, write what was asked for, each file as soon as it is ready, and print."""
+    from attnflow.answer import PAGES
+
     for line in run.trace.model.get("notes", ()):
         note(line, quiet=options.quiet)
     layer = options.layer if options.layer is not None else default_layer
@@ -370,14 +372,17 @@ def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | N
         answers[method] = relevance
         for path in _outputs(options, method):
             try:
-                _write(path, run, relevance, options, image)
+                relevance.save(path)
             except (ValueError, OSError, MemoryError) as error:  # the other files can be written all the same
                 failed.append(error)
             else:
                 note(f"wrote {named(path)}", quiet=options.quiet)
-    for path in _pages(options):
+    for path in _together(options):
         try:
-            _write_page(path, run, whole, options, layer, image)
+            if path.suffix.lower() in PAGES:
+                _write_page(path, run, whole, options, layer, image)
+            else:
+                _write_picture(path, run, list(answers.values()), options, image)
         except (ValueError, OSError, MemoryError) as error:
             failed.append(error)
         else:
@@ -401,19 +406,19 @@ def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | N
 
 
 def _outputs(options: Options, *methods: str) -> list[Path]:
-    """The files to write for some methods, but for pages: of several methods each has its name in its own."""
-    pages = _pages(options)
-    paths = [path for path in options.output if path not in pages]
+    """The files of data to write for some methods: of several methods each has its name in its own."""
+    together = _together(options)
+    paths = [path for path in options.output if path not in together]
     if len(_methods(options)) == 1:
         return paths
     return [path.with_stem(f"{path.stem}-{method}") for path in paths for method in methods]
 
 
-def _pages(options: Options) -> list[Path]:
-    """The pages to write, of which each shows all methods."""
-    from attnflow.answer import PAGES
+def _together(options: Options) -> list[Path]:
+    """The pages and pictures to write, of which each shows all methods."""
+    from attnflow.answer import PAGES, PICTURES
 
-    return [path for path in options.output if path.suffix.lower() in PAGES]
+    return [path for path in options.output if path.suffix.lower() in PAGES + PICTURES]
 
 
 def _compute(run: Run, method: str, options: Options, layer: str) -> Relevance:
@@ -474,7 +479,7 @@ def _begin(
     if options.method is None:
         options = replace(options, method=DEFAULTS[job if target is None else "target"])
     methods = _methods(options)
-    check_outputs([*_outputs(options, *methods), *_pages(options)], SUFFIXES, *inputs)
+    check_outputs([*_outputs(options, *methods), *_together(options)], SUFFIXES, *inputs)
     check_methods(methods, target)
     if options.rules is not None and not any(name in METHODS and is_targeted(name) for name in methods):
         raise ValueError(f"--rules have no part in {', '.join(methods)}: they say how gradients of attention are taken")
@@ -487,18 +492,13 @@ def _begin(
     return options
 
 
-def _write(path: Path, run: Run, relevance: Relevance, options: Options, image: Image | None) -> None:
-    from attnflow.answer import PICTURES
-
-    if path.suffix.lower() not in PICTURES:
-        relevance.save(path)
-        return
+def _write_picture(path: Path, run: Run, answers: list[Relevance], options: Options, image: Image | None) -> None:
     from attnflow.show import plots
     from attnflow.show.graph import attention_graph
     from attnflow.show.wording import doubts
 
     if options.picture == "map":
-        plots.save_figure(plots.picture(relevance, image), path)
+        plots.save_figure(plots.picture(answers, image), path)
         return
     if any(queries != keys for _, queries, keys in (layer.shape for layer in run.trace.layers)):
         raise ValueError("--picture graph needs layers of as many queries as keys")
@@ -506,7 +506,7 @@ def _write(path: Path, run: Run, relevance: Relevance, options: Options, image: 
     panels = {method: _compute(run, method, whole, "all") for method in ("raw", "rollout", "flow")}
     if options.words:
         panels = {method: panel.by_word() for method, panel in panels.items()}
-    highlighted = relevance.queries[0] if len(relevance.queries) == 1 else None
+    highlighted = answers[0].queries[0] if len(answers[0].queries) == 1 else None
     scores = {method: panel.scores for method, panel in panels.items()}
     notes = [f"{method}: {doubt}" for method, panel in panels.items() for doubt in doubts(panel)]
     plots.save_figure(attention_graph(scores, panels["raw"].tokens, query=highlighted, notes=notes), path)
