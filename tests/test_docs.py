@@ -48,7 +48,7 @@ def commands(page):
     return [line for code, _ in blocks(ROOT / page, "console") for line in code.splitlines()]
 
 
-@pytest.mark.parametrize("command", commands("docs/start.md"))
+@pytest.mark.parametrize("command", sorted({*commands("README.md"), *commands("docs/start.md")}))
 def test_commands_run_and_write_what_they_name(command, shipped, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copy(shipped / "images" / "dogs.jpg", "photograph.jpg")
