@@ -17,8 +17,14 @@ demo: $(VENV)/demo
 	mkdir -p out
 	$(BIN)/attnflow text "The keys to the cabinet are on the table." --method flow -o out/keys.png
 
+# WORKERS=2: as many processes at once (pytest-xdist); 0 is this process alone.
+WORKERS ?= 0
+
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) -m "not long"
+
+test-all: check
+	$(BIN)/pytest -n $(WORKERS)
 
 check: $(VENV)/dev
 	$(BIN)/ruff check
