@@ -22,7 +22,7 @@ def bert():
 
 def test_one_method_is_one_answer(bert):
     model, words = bert
-    trace = capture(model, TEXT, tokenizer=words, target="predicted", keep="block")
+    trace = capture(model, TEXT, tokenizer=words, target="predicted", keep="block", at_each_layer=True)
     for name in METHODS:
         found = explain(model, TEXT, name, tokenizer=words)
         query = {} if found.rows == "target" else {"query": trace.readout}
@@ -123,7 +123,7 @@ def test_methods_of_the_whole_target_take_all_queries():
     def mean(output):
         return output.last_hidden_state.mean(1).square().sum(-1)
 
-    trace = capture(model, one, target=mean)
+    trace = capture(model, one, target=mean, at_each_layer=True)
     for name in ("legrad", "generalized-attention-flow", "gradient-sum-over-layers"):
         found = explain(model, one, name, target=mean)
         np.testing.assert_allclose(found.scores, relevance(trace, name, query=None).scores, rtol=1e-5)

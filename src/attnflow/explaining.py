@@ -13,7 +13,7 @@ from attnflow.capturing import CaptureSettings, capture
 from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.target import Target, has_logits, norm_at
 from attnflow.graph import Settings
-from attnflow.methods import METHODS, read_out, relevance
+from attnflow.methods import METHODS, kept_for, read_out, relevance
 from attnflow.trace import Trace
 
 Progress = Callable[[int, int], object]
@@ -76,8 +76,7 @@ def explain(
     check_methods(names, target)
     capturing: Any = {name: value for name, value in settings.items() if name in CaptureSettings.__annotations__}
     carrying: Any = {name: value for name, value in settings.items() if name not in capturing}
-    if carrying.get("residual") == "measured":
-        capturing["keep"] = "block"
+    capturing |= kept_for(names, carrying.get("residual"))
     carrying |= {"receptive_field": receptive_field, "progress": progress}
     if settings.get("rules") is not None and not any(name in METHODS and is_targeted(name) for name in names):
         raise ValueError(f"rules have no part in {', '.join(names)}: they say how gradients of attention are taken")
@@ -109,15 +108,16 @@ def is_targeted(name: str) -> bool:
 def captured(
     model: Any, inputs: Any, names: Sequence[str], target: Target | None, settings: CaptureSettings
 ) -> tuple[Trace, Target | None]:
-    """The trace that some methods need, and the target that was chosen for them where none was given."""
-    if any("block" in METHODS[name].needs for name in names if name in METHODS):
-        settings = {**settings, "keep": "block"}
+    """The trace that some methods need, and the target that was chosen for them where none was given.
+
+    settings: of `capture`, those of `kept_for` among them.
+    """
     if not any(map(is_targeted, names)):
         return capture(model, inputs, **settings), None
     if target is None and settings.get("generate") is not None:
         raise ValueError("several tokens are written, and a target is of one: say with target= which, or a function")
     if target is None:
-        seen = capture(model, inputs, **settings)
+        seen = capture(model, inputs, **{**settings, "at_each_layer": False})
         target = "predicted" if has_logits(seen.output) else norm_at(seen.readout, seen.decoder_start or 0)
     return capture(model, inputs, **{**settings, "target": target}), target
 

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack, get_args
 
 import torch
 
-from attnflow.capturing import checkpoints, examples, generation, huggingface, structure
+from attnflow.capturing import checkpoints, each_layer, examples, generation, huggingface, structure
 from attnflow.capturing.calls import Keep
 from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.naming import Labelled, Names
@@ -37,6 +37,7 @@ class CaptureSettings(TypedDict, total=False):
     tower: str | None
     rules: str | None
     keep: Keep | None
+    at_each_layer: bool
 
 
 def capture(model: torch.nn.Module, inputs: Any, **settings: Unpack[CaptureSettings]) -> Trace:
@@ -69,6 +70,7 @@ def capture_batch(
     tower: str | None = None,
     rules: str | None = None,
     keep: Keep | None = None,
+    at_each_layer: bool = False,
 ) -> list[Trace]:
     """Run a model once and keep what it attended to: one trace per example, its padding removed.
 
@@ -111,6 +113,9 @@ def capture_batch(
     if one is there. It is found by following the attention's output through the pass, and checked on the numbers.
     "values" keeps the values alone. Without keep a pass costs nothing more.
 
+    at_each_layer: with a target, keep for each layer also the gradient of the score that its own output gives, in the
+    place of the last block's output (what LeGrad looks at); where no such place is found, an error says why.
+
     An encoder-decoder gives one joint trace over the positions of both, the encoder's first: rollout and flow from a
     decoder's position reach down through cross-attention to the encoder's input. Text and an image in one stream give
     the text first. Windows, frames and merged patches (Swin, TimeSformer) are placed on the whole grid; for that the
@@ -135,6 +140,7 @@ def capture_batch(
         written = generation.written(model, args, kwargs, generate)
         same: CaptureSettings = {"tokenizer": tokenizer, "tokens": tokens, "target": target, "layers": layers}
         same |= {"weights": weights, "prove": prove, "mixers": mixers, "tower": tower, "rules": rules, "keep": keep}
+        same |= {"at_each_layer": at_each_layer}
         return [_answer(model, one, start, same) for one, start in written]
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
@@ -143,6 +149,8 @@ def capture_batch(
         target = resolved(target, model, kwargs.get("decoder_input_ids", ids))
     if rules is not None and target is None:
         raise ValueError(f"rules={rules!r} say how gradients of a target are taken, and there is none: give target=")
+    if at_each_layer and (target is None or weights is not None):
+        raise ValueError("at_each_layer=True keeps gradients of a target: give target=, and leave out weights=")
     if rules is not None and rules not in RULES:
         raise ValueError(f"rules {rules!r} are unknown; choose one of {', '.join(RULES)}")
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
@@ -156,6 +164,9 @@ def capture_batch(
         if known is not None:  # another structure on inputs of the same shapes
             recording, output = record(model, args, kwargs, chosen, compared=True, **how)
         found = structure.find(Pass(model, args, kwargs, recording), asks=asks, mixers=mixers)
+    if at_each_layer:
+        assert chosen is not None  # refused above
+        each_layer.add_gradients(Pass(model, args, kwargs, recording), found.flow, chosen, rules)
     facts = _model_facts(model) | {"proofs": found.facts}
     if layers is not None:
         numbers = range(len(found.flow.steps))[how["layers"]]

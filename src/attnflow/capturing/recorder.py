@@ -70,6 +70,15 @@ class Source:
     ids: torch.Tensor | None = None
 
 
+class Visit(NamedTuple):
+    """One run of a module: where it began and ended among all that began, and the numbers of the calls in it."""
+
+    module: str
+    begin: int
+    end: int
+    calls: range
+
+
 class Fed(NamedTuple):
     """What feeds a call: labels of its queries, keys, values and mask; its own bit; the visit of its module."""
 
@@ -91,7 +100,7 @@ class Recording:
     that of all that went into it. constant: modules whose attention has values of no input. differences: the labels of
     tensors that were subtracted. random_state, drew: of torch, before the pass, and whether the pass drew any random
     number. dtype: of the first call. assumed: whether the calls are what the caller pointed at. tower: the module whose
-    calls alone are explained.
+    calls alone are explained. visits: every run of a module, in the order in which they ended.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
@@ -110,6 +119,7 @@ class Recording:
     dtype: torch.dtype = torch.float32
     assumed: bool = False
     tower: str | None = None
+    visits: list[Visit] = field(default_factory=list[Visit])
 
     def settle(self) -> None:
         """Forget the modules that made tokens, but for those whose output every call is still fed by.
@@ -219,6 +229,7 @@ class Recorder(TorchFunctionMode):
         self._keeps_values = keep is not None
         self.by_hand = WeightsByHand(self._labels)
         self._running, self._visits, self._visited = [""], [0], 0
+        self._calls_before: list[int] = []
         self._seen: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         self._thread = threading.get_ident()
         self._hooks: list[RemovableHandle] = []
@@ -276,6 +287,7 @@ class Recorder(TorchFunctionMode):
             self._running.append(name)
             self._visited += 1
             self._visits.append(self._visited)
+            self._calls_before.append(len(self.recording.calls))
 
     def _leave_module(self, name: str, module: torch.nn.Module, args: Any, *kwargs_and_output: Any) -> Any:
         # While another thread removes its hooks from a module, torch may call this one without keyword arguments.
@@ -283,7 +295,8 @@ class Recorder(TorchFunctionMode):
         if threading.get_ident() != self._thread:
             return None
         self._running.pop()
-        self._visits.pop()
+        calls = range(self._calls_before.pop(), len(self.recording.calls))
+        self.recording.visits.append(Visit(name, self._visits.pop(), self._visited, calls))
         with torch._C.DisableTorchFunction():  # pyright: ignore
             return self._left(name, module, args, kwargs, output)
 

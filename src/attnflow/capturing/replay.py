@@ -65,7 +65,7 @@ class Replay(Recorder):
             for number, x in enumerate(inputs)
             if ("input", number) in self._masks
         }
-        args, kwargs = _replaced((args, kwargs), others)
+        args, kwargs = replaced((args, kwargs), others)
         return super().given(args, kwargs)
 
     def _changed(self, source: Source, output: torch.Tensor) -> torch.Tensor:
@@ -122,13 +122,14 @@ def _with_other_rows(call: Kept, output: torch.Tensor, rows: torch.Tensor) -> to
     return flat.reshape(output.shape)
 
 
-def _replaced(values: Any, others: Mapping[torch.Tensor, torch.Tensor]) -> Any:
+def replaced(values: Any, others: Mapping[torch.Tensor, torch.Tensor]) -> Any:
+    """Values with others in the place of some tensors, in tuples, lists and dictionaries."""
     if isinstance(values, torch.Tensor):
         return others.get(values, values)
     if isinstance(values, dict):
-        return {name: _replaced(value, others) for name, value in values.items()}
+        return {name: replaced(value, others) for name, value in values.items()}
     if type(values) in (tuple, list):
-        return type(values)(_replaced(value, others) for value in values)
+        return type(values)(replaced(value, others) for value in values)
     return values
 
 

@@ -271,9 +271,10 @@ class Run:
 def _run(model: Any, inputs: Any, options: Options, *, tokenizer: Any = None, **settings: Any) -> Run:
     """Run a model once, and keep what the methods asked for need."""
     from attnflow.explaining import captured
+    from attnflow.methods import kept_for
 
     settings |= {"tokenizer": tokenizer} | ({} if options.rules is None else {"rules": options.rules})
-    settings |= {"keep": "block"} if options.residual == "measured" else {}
+    settings |= kept_for(_methods(options), options.residual)
     trace, target = captured(model, inputs, _methods(options), _target(options), settings)  # pyright: ignore[reportArgumentType]
     return Run(trace, model, inputs, target, tokenizer)
 
