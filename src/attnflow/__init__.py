@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnflow.baselines import BASELINES
     from attnflow.capturing import capture, capture_batch
     from attnflow.capturing.arrays import load
+    from attnflow.capturing.embeddings import similar_to
     from attnflow.capturing.models import load_model
     from attnflow.capturing.rules import RULES
     from attnflow.capturing.target import Answer, Contrast, Direction, Token, pooled, similarity_to
@@ -68,12 +69,14 @@ __all__ = [
     "rollout",
     "route_test",
     "run",
+    "similar_to",
     "similarity_to",
 ]
 
 _HOME = {
     "route_test": "attnflow.faithfulness.routes",
     "knockout": "attnflow.intervening",
+    "similar_to": "attnflow.capturing.embeddings",
     "similarity_to": "attnflow.capturing.target",
     "pooled": "attnflow.capturing.target",
     "Token": "attnflow.capturing.target",

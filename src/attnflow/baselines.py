@@ -196,7 +196,7 @@ def _gradient(
         values = values.requires_grad_()
         with nullcontext() if mode is None else mode.of(model):
             output = run(values)
-        score = chosen(output).sum()
+            score = (chosen(output) if mode is None else mode.scores(chosen, output)).sum()
         # autograd.grad asks for these gradients alone, so that parameters' .grad stay as they are.
         constants = [] if mode is None else mode.constants
         found: list[torch.Tensor | None] = [*torch.autograd.grad(score, [values, *constants], allow_unused=True)]

@@ -87,7 +87,7 @@ METHODS: dict[str, Method] = {
 
 # What the command line takes for a job unless told otherwise: the best of the league (docs/studies/league.md) of the
 # methods that need no target; given arrays are no job of a study, and have the paper's method.
-DEFAULTS: dict[str, str] = {"text": "raw", "image": "raw", "written": "raw", "array": "rollout"}
+DEFAULTS: dict[str, str] = {"text": "raw", "image": "raw", "written": "raw", "array": "rollout", "target": "cp-lrp"}
 
 
 def relevance(

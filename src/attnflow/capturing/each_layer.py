@@ -8,7 +8,7 @@ label of anything below may show behind the cut. No name decides; a model that i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,17 +42,12 @@ def add_gradients(run: Pass, flow: Dataflow, target: Chosen, rules: str | None) 
     blocks = _blocks(run, layers)
     with as_before(run), torch.enable_grad():
         cut = _Cut(run, blocks)
-        with _by(rules, model), cut:
-            args, kwargs = cut.given(fresh(run.args), fresh(run.kwargs))
-            output = model(*args, **kwargs)
-            cut.finish(output)
-            cut.finish(target.of_another(output))
+        _scores(run, target, rules, cut)
         cut.check()
         for number, layer in enumerate(layers):
             last = replaced(cut.returned[-1], {cut.leaves[-1]: cut.streams[number]})
             _let_return(model, blocks, [*cut.returned[:-1], last])
-            with _by(rules, model):
-                scores = target.of_another(model(*fresh(run.args), **fresh(run.kwargs))).reshape(-1)
+            scores = _scores(run, target, rules).reshape(-1)
             if number == len(layers) - 1 and not torch.allclose(scores.detach(), target.scores.to(scores), rtol=_SAME):
                 raise _refusal(model, "what stands behind its last block gives another score when it runs alone")
             outputs = [cut.outputs[call] for call in layer]
@@ -151,8 +146,19 @@ def _next(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
     return next(outputs)
 
 
-def _by(rules: str | None, model: torch.nn.Module) -> AbstractContextManager[Any]:
-    return nullcontext() if rules is None else Rules(rules).of(model)
+def _scores(run: Pass, target: Chosen, rules: str | None, recorder: _Cut | None = None) -> torch.Tensor:
+    """The target's scores of a pass, by the rules, seen by a recorder."""
+    mode, args, kwargs = None if rules is None else Rules(rules), fresh(run.args), fresh(run.kwargs)
+    with nullcontext() if mode is None else mode.of(run.model), nullcontext() if recorder is None else recorder:
+        if recorder is not None:
+            args, kwargs = recorder.given(args, kwargs)
+        output = run.model(*args, **kwargs)
+        if recorder is not None:
+            recorder.finish(output)
+        scores = target.of_another(output) if mode is None else mode.scores(target.of_another, output)
+        if recorder is not None:
+            recorder.finish(scores)
+    return scores
 
 
 def _refusal(model: torch.nn.Module, reason: str) -> ValueError:

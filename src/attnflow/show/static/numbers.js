@@ -153,17 +153,17 @@ function scale(scores, signed) {
     : { low: 0, high: largest, power: 0.5, highest: null, signed, even: null };
 }
 
-/** The scale of a row of tokens: up to the largest score that is not dominant. */
+/** The scale of a row of tokens: up to the largest score that is not dominant; signed scores are drawn whole. */
 function textScale(scores, signed) {
   const values = found(scores), ends = scale(scores, signed);
   const ranked = values.map(Math.abs).sort((a, b) => b - a);
   const few = Math.min(Math.max(2, Math.floor(ranked.length / 10)), Math.floor(ranked.length / 4));
   let far = -1;
-  for (let i = 0; ends.even === null && i < few; i++) if (ranked[i] > DOMINANT * ranked[i + 1]) far = i;
+  for (let i = 0; ends.even === null && !ends.signed && i < few; i++) if (ranked[i] > DOMINANT * ranked[i + 1]) far = i;
   if (far < 0) return ends;
   const high = ranked[far + 1];
   const highest = values.find((value) => Math.abs(value) === ranked[0]);
-  return { ...ends, low: ends.signed ? -high : 0, high, highest };
+  return { ...ends, high, highest };
 }
 
 /** From the lowest patch to the highest, or of a hundred or more to the 99th percentile. */
