@@ -17,9 +17,9 @@ import torch
 from attnflow.capturing.calls import LeftOut
 from attnflow.capturing.dataflow import Dataflow
 from attnflow.capturing.inputs import fresh
-from attnflow.capturing.labels import tensors_in
+from attnflow.capturing.labels import replaced, tensors_in
 from attnflow.capturing.recorder import Recorder, Visit
-from attnflow.capturing.replay import Pass, as_before, replaced
+from attnflow.capturing.replay import Pass, as_before
 from attnflow.capturing.rules import Rules
 from attnflow.capturing.target import Chosen
 

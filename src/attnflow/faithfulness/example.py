@@ -178,7 +178,7 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
     kept: dict[str, Any] = {}
     for name in plan.methods:
         kept |= kept_for([name], plan.settings.get(name, {}).get("residual"))
-    trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target, **kept)
+    trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target, entered=True, **kept)
     if not callable(target):
         named = {} if isinstance(inputs, torch.Tensor) else inputs
         settled = asked(resolved(target, model)).settled(trace.output, named.get("attention_mask")).of(0)
