@@ -16,6 +16,8 @@ from attnflow.faithfulness.run import ALWAYS
 from attnflow.graph import attention_graph
 from attnflow.methods import METHODS, Method
 from attnflow.routes import min_cut, paths
+from attnflow.run_page import save_run_page
+from attnflow.running.results import Run
 from attnflow.show.listing import Chart, Interval, save_list
 from attnflow.show.report import Graph, Start, save_page
 from attnflow.trace import Trace
@@ -34,7 +36,7 @@ _GRAPH_SETTINGS = (
 
 
 def report(
-    relevance: Relevance | Sequence[Relevance],
+    relevance: Relevance | Sequence[Relevance] | Run,
     path: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -43,11 +45,12 @@ def report(
     command: str | None = None,
     start: Start | None = None,
 ) -> Path:
-    """Write one page of HTML that shows everything about one or several relevances, and works offline.
+    """Write one page of HTML that shows everything about one or several relevances or a run, and works offline.
 
     relevance: of one input or of several; the page has a choice of them, and shows maps of one image side by side.
     Those of other inputs are listed, with how far the methods disagree on each; names: what each relevance is called
-    there, by default the beginning of its text.
+    there, by default the beginning of its text. A run (`read`) has a page without further settings: what its examples
+    say together (`Run.overview`), mean maps of classes, and up to 90 examples.
     trace: what they came from; with it the page draws the graph: the edges of the first relevance that carries edges
     of 0 or more by product or flow, else attention with a residual of 0.5. From the read-out (or the only query) to the
     five tokens that it draws on most, routes and minimum cuts are worked out, which a large graph makes slow.
@@ -57,10 +60,14 @@ def report(
     Raises ValueError for no relevance, other than one name each, a suffix that is not .html, scores that are not
     finite, an image without patches, and a trace of other tokens.
     """
-    relevances = [relevance] if isinstance(relevance, Relevance) else list(relevance)
     path = Path(path)
     if path.suffix.lower() not in PAGES:
         raise ValueError(f"cannot write {path.name!r}: the suffix of a page must be one of {', '.join(PAGES)}")
+    if isinstance(relevance, Run):
+        if any(one is not None for one in (names, trace, image, start)):
+            raise ValueError("the page of a run has its own examples: leave out names, trace, image and start")
+        return save_run_page(relevance, path)
+    relevances = [relevance] if isinstance(relevance, Relevance) else list(relevance)
     if not relevances:
         raise ValueError("no relevance was given; a page shows at least one")
     if names is not None and len(names) != len(relevances):

@@ -318,10 +318,11 @@ class Run:
 
 def _run(model: Any, inputs: Any, options: Options, target: Any, *, tokenizer: Any = None, **settings: Any) -> Run:
     """Run a model once, and keep what the methods asked for need."""
-    from attnflow.explaining import captured
+    from attnflow.explaining import captured, entered_for
+    from attnflow.methods import kept_for
 
     settings |= {"tokenizer": tokenizer} | ({} if options.rules is None else {"rules": options.rules})
-    settings |= {"keep": "block"} if options.residual == "measured" else {}
+    settings |= kept_for(_methods(options), options.residual) | entered_for(_methods(options), settings)
     trace, target = captured(model, inputs, _methods(options), target, settings)  # pyright: ignore[reportArgumentType]
     return Run(trace, model, inputs, target, tokenizer)
 

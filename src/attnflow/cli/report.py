@@ -21,13 +21,13 @@ def report(
     quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative=())] = False,
     debug: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Make one page of HTML of saved answers, or of an evaluation, to explore offline.
+    """Make one page of HTML of saved answers, of an evaluation, or of a run, to explore offline.
 
     Parameters
     ----------
     files
         Answers that attnflow saved as .json or .npz, of one input or of several, or folders of them; or one evaluation
-        (.parquet).
+        (.parquet); or the folder of one run.
     output
         The page to write (.html).
     image
@@ -38,11 +38,21 @@ def report(
         Show the traceback of an error.
     """
     take_messages(quiet=quiet)
+    import attnflow
     from attnflow.answer import DATA, PAGES, Relevance
+    from attnflow.running.shards import MANIFEST
     from attnflow.show.report import command_of, save_page
 
     if not files:
         raise ValueError("no file was given; name at least one that attnflow saved as .json or .npz")
+    if runs := [path for path in files if (path / MANIFEST).is_file()]:
+        if len(files) > 1 or image is not None:
+            raise ValueError(f"{named(runs[0])} is a run, which has a page of its own; give it alone")
+        check_outputs([output], PAGES, *runs)
+        with working("reading", quiet=quiet):
+            attnflow.report(attnflow.read(runs[0]), output)
+        note(f"wrote {named(output)}", quiet=quiet)
+        return
     found = [path for given in files for path in _within(given, DATA)]
     check_outputs([output], PAGES, *found, image)
     if evaluations := [path for path in found if path.suffix.lower() == ".parquet"]:

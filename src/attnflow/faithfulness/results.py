@@ -246,6 +246,6 @@ def interval(
     if values.size < FEW:
         half = float(stats.t.ppf((1 + level) / 2, values.size - 1) * values.std(ddof=1) / math.sqrt(values.size))
         return float(values.mean()) - half, float(values.mean()) + half
-    means = values[rng.integers(0, values.size, (resamples, values.size))].mean(axis=1)
+    means = [values[rng.integers(0, values.size, values.size)].mean() for _ in range(resamples)]
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

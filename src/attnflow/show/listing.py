@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import rankdata
 
@@ -74,14 +75,15 @@ def save_list(
     title: str,
     *,
     examples: Sequence[Listed] = (),
+    means: Sequence[Listed] = (),
     charts: Sequence[Chart] = (),
     words: Sequence[str] = (),
     warning: str | None = None,
 ) -> Path:
     """Write one page of charts and examples, whole or not at all.
 
-    words: what is said above them, a sentence each. warning: what must be read first. Raises ValueError if there is
-    neither an example nor a chart.
+    means: of classes of the examples, in this order. words: what is said above them, a sentence each. warning: what
+    must be read first. Raises ValueError if there is neither an example nor a chart.
     """
     if not examples and not charts:
         raise ValueError("there is nothing to list: give at least one example or one chart")
@@ -89,6 +91,7 @@ def save_list(
         "warning": warning,
         "words": [visible(sentence) for sentence in words],
         "charts": [_chart(chart) for chart in charts],
+        "means": [_listed(one) for one in means],
         "examples": [_listed(one) for one in examples],
     }
     text = document(title, ("numbers.js", "draw.js", "list.js", "list-page.js"), data)
@@ -133,7 +136,11 @@ def _example(answers: Sequence[Relevance], place: int, name: str | None) -> List
         name or _shortened(text, NAME) or f"example {place + 1}",
         text=text if name or len(text) > NAME else "",
         facts="; ".join([", ".join(methods), *([f"target {target['target']}"] if target else [])]),
-        pictures={method: _small(one) for method, one in zip(methods, answers, strict=True) if _is_image(one)},
+        pictures={
+            method: map_image(patches(one, one.row), signed=is_signed(one.scores))
+            for method, one in zip(methods, answers, strict=True)
+            if _is_image(one)
+        },
         numbers={"tokens": len(first.tokens)} | ({"disagreement": disagreement(answers)} if len(answers) > 1 else {}),
         answer=place,
     )
@@ -158,10 +165,9 @@ def _is_image(relevance: Relevance) -> bool:
     return relevance.grid is not None and len(relevance.grid) == 2
 
 
-def _small(relevance: Relevance) -> Image.Image:
-    """The map of the patches as an image, a square of some pixels for each."""
-    grid = patches(relevance, relevance.row)
-    ends = patch_scale(grid, signed=is_signed(relevance.scores))
+def map_image(grid: NDArray[np.float64], *, signed: bool = False) -> Image.Image:
+    """The map of patches (row, column) as an image, a square of some pixels for each, on its own scale."""
+    ends = patch_scale(grid, signed=signed)
     colours = [[rgb(ends.ramp(GROUND), ends.share(score)) for score in line] for line in grid.tolist()]
     each = max(1, SIDE // 2 // max(grid.shape))
     return Image.fromarray(np.array(colours, dtype=np.uint8).repeat(each, 0).repeat(each, 1))

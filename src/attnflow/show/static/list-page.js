@@ -24,6 +24,7 @@ function startList() {
       ...(data.words.length ? [make("ul", {}, ...data.words.map((sentence) => make("li", {}, sentence)))] : []),
       ...data.charts.map((chart) => make("section", {}, make("h2", {}, `${chart.name}, ${chart.direction === "up" ? "more" : "less"} is better`),
         make("div", { className: "scroll", tabIndex: 0, role: "group", "aria-label": `Chart of ${chart.name}` }, drawnFrom(chartSvg(chart, theme, panel.clientWidth))), tableOf(chart))),
+      ...(data.means.length ? [make("h2", {}, "Means of classes"), make("ol", { className: "examples" }, ...data.means.map((one) => exampleItem(one, [], null)))] : []),
       ...(data.examples.length ? [make("h2", {}, `${data.examples.length} examples`), ...exampleList(data.examples, chosen, (change) => {
         const key = document.activeElement?.dataset.key;
         Object.assign(chosen, change);

@@ -44,15 +44,20 @@ function exampleList(examples, chosen, change, open) {
     ...["", ...names].map((name) => make("option", { value: name, selected: name === chosen.by }, name === "" ? "as they came" : name)));
   const least = make("input", { type: "checkbox", checked: chosen.least, dataset: { key: "least" }, onchange: (event) => change({ least: event.target.checked }) });
   const bar = make("div", { className: "bar" }, make("label", { className: "control" }, "Sorted by", by), make("label", { className: "control check" }, least, "least first"));
-  const items = sorted(examples, chosen.by, chosen.least).map((one) => make("li", { className: "example" },
+  const items = sorted(examples, chosen.by, chosen.least).map((one) => exampleItem(one, names, open));
+  return [...(names.length ? [bar] : []), make("ol", { className: "examples" }, ...items)];
+}
+
+/** One example of a list, with those of the numbers that it has. */
+function exampleItem(one, names, open) {
+  return make("li", { className: "example" },
     make("h3", {}, nameOf(one, open)),
     ...(one.facts ? [make("p", {}, one.facts)] : []),
     ...(one.text ? [make("p", { className: "said" }, one.text)] : []),
     ...(one.pictures.length ? [make("div", { className: "figures small" }, ...one.pictures.map((picture) =>
       make("figure", {}, make("img", { src: picture.href, alt: `${one.name}: ${picture.name}` }), make("figcaption", {}, picture.name))))] : []),
     make("dl", {}, ...names.filter((name) => one.numbers[name] !== undefined).map((name) =>
-      make("div", {}, make("dt", {}, name), make("dd", {}, one.numbers[name] === null ? "undefined" : brief(one.numbers[name])))))));
-  return [...(names.length ? [bar] : []), make("ol", { className: "examples" }, ...items)];
+      make("div", {}, make("dt", {}, name), make("dd", {}, one.numbers[name] === null ? "undefined" : brief(one.numbers[name]))))));
 }
 
 function nameOf(one, open) {
