@@ -19,6 +19,7 @@ import pytest
 
 import attnflow
 from attnflow.answer import Relevance
+from attnflow.methods import kept_for
 from attnflow.show import colour, plots, wording
 from attnflow.show.document import in_script
 from attnflow.show.listing import disagreement, examples_of
@@ -183,7 +184,7 @@ def test_the_lines_of_python_make_the_scores_again(name, settings, minilm, monke
     inputs = tokenizer("The keys to the cabinet are on the table.", return_tensors="pt")
     row = attnflow.METHODS.get(name)
     target = {"target": (lambda output: output.last_hidden_state.norm())} if row and row.needs else {}
-    trace = attnflow.capture(model, inputs, tokenizer=tokenizer, **target)
+    trace = attnflow.capture(model, inputs, tokenizer=tokenizer, **target, **kept_for([name]))
     relevance = attnflow.relevance(trace, name if row else None, **settings)
     lines = python_lines(relevance.by_word().without("special"))
     if target:

@@ -40,6 +40,17 @@ class Sink(NamedTuple):
     share: float
 
 
+class Entered(NamedTuple):
+    """What the one example entered a model as, with the gradients of the target, tensor by tensor.
+
+    targets: the target as it was asked for, and as it settled.
+    """
+
+    values: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor, ...]
+    targets: tuple[Any, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Trace:
     """What one forward pass attended to, for one example with its padding removed.
@@ -54,6 +65,7 @@ class Trace:
     reads: the positions of the last layer that a pooled output (a row per example) is computed from, where known.
     output: what the model returned, for the whole batch. model: facts for the recipe (class, versions).
     target: what gradients are of, and its score, if there are any.
+    entered: its gradients with respect to the input itself, if they were asked for.
 
     Raises ValueError if a layer does not fit the one below it, or labels do not fit the input.
     """
@@ -69,6 +81,7 @@ class Trace:
     target: Mapping[str, Any] | None = None
     generated_from: int | None = None
     reads: tuple[int, ...] | None = None
+    entered: Entered | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -331,6 +331,10 @@ class Chosen:
         self.scores = scores.detach().reshape(-1)
         return scores
 
+    def of_another(self, output: Any) -> torch.Tensor:
+        """The scores (example,) of another output, for what the target settled as; they are not remembered."""
+        return self.settled.scores(output, self._mask)
+
     def facts(self, index: int) -> dict[str, Any]:
         """The target of one example: its index among the logits, or words, and its score."""
         return {

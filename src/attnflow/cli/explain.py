@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from attnflow.cli.arguments import Integer, check_model, check_outputs, integer, names
 from attnflow.cli.arguments import layer as layer_number
 from attnflow.cli.arguments import target as wanted_target
-from attnflow.cli.printing import note, print_json, print_relevance, progress, take_messages, working
+from attnflow.cli.printing import note, print_json, print_knockout, print_relevance, progress, take_messages, working
 from attnflow.files import named
 from attnflow.memory import check_memory, check_pixels
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from attnflow.answer import Relevance
+    from attnflow.faithfulness.routes import RouteTest
     from attnflow.trace import Query, Trace
 
 Pooling = Literal["mean", "first", "last", "output"]
@@ -88,6 +89,7 @@ def text(
     generate: Integer | None = None,
     similar_to: str | None = None,
     pooling: Pooling | None = None,
+    knockout: Integer | None = None,
     device: str = "cpu",
     options: Options = Options(),
 ) -> None:
@@ -106,10 +108,14 @@ def text(
     pooling
         How the embedding is made of the vectors of the tokens. By default what sentence-transformers saved beside the
         model.
+    knockout
+        Ask the model too: take so many of the strongest edges of each method out of its attention, and say how far the
+        target changes, beside as many random edges.
     device
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """
     _check_generate(generate)
+    _check_knockout(knockout, generate)
     _check_similar(similar_to, pooling, generate, options)
     content = text if text not in (None, "-") else _standard_input()
     if not content.strip():
@@ -123,7 +129,9 @@ def text(
         if generate is not None:
             task = "text-generation"
         else:
-            task = huggingface.trained_task(name) if similar_to is None and _is_targeted(options) else "text"
+            task = (
+                huggingface.trained_task(name) if similar_to is None and (_is_targeted(options) or knockout) else "text"
+            )
         loaded, tokenizer = load_model(name, task=task, device=device)
         _check_written(loaded, huggingface.tokenize(content, loaded, tokenizer), generate)
         target = _target(options)
@@ -131,6 +139,8 @@ def text(
             way = pooling or embeddings.saved_pooling(str(demo.text_folder() if name is None else name))
             target = embeddings.similar_to(loaded, similar_to, tokenizer=tokenizer, pooling=way)
         run = _run(loaded, content, options, target, tokenizer=tokenizer, generate=generate)
+        if knockout is not None:
+            run = replace(run, tested=_knocked_out(run, options, knockout))
     _deliver(run, options, default_layer="-1" if generate else "all")
 
 
@@ -220,6 +230,15 @@ def _check_generate(generate: int | None) -> None:
         raise ValueError(f"--generate takes a number of tokens from 1 on; it is {generate}")
 
 
+def _check_knockout(knockout: int | None, generate: int | None) -> None:
+    if knockout is not None and (knockout < 1 or generate is not None):
+        raise ValueError(
+            f"--knockout takes a number of edges from 1 on; it is {knockout}"
+            if knockout < 1
+            else "--knockout explains one target, and --generate writes several tokens: leave one out"
+        )
+
+
 def _check_similar(similar_to: str | None, pooling: Pooling | None, generate: int | None, options: Options) -> None:
     """Refuse what does not go together with a similarity as the target."""
     if similar_to is None:
@@ -284,23 +303,39 @@ def array(file: Path, /, *, example: Integer | None = None, options: Options = O
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A trace, with the model and the input that it came from, where it came from any, and the target chosen."""
+    """A trace, with the model and the input that it came from, where it came from any, and the target chosen.
+
+    tested: what taking the edges of each method out of the model did.
+    """
 
     trace: Trace
     model: Any = None
     inputs: Any = None
     target: Any = None
     tokenizer: Any = None
+    tested: RouteTest | None = None
 
 
 def _run(model: Any, inputs: Any, options: Options, target: Any, *, tokenizer: Any = None, **settings: Any) -> Run:
     """Run a model once, and keep what the methods asked for need."""
-    from attnflow.explaining import captured
+    from attnflow.explaining import captured, entered_for
+    from attnflow.methods import kept_for
 
     settings |= {"tokenizer": tokenizer} | ({} if options.rules is None else {"rules": options.rules})
-    settings |= {"keep": "block"} if options.residual == "measured" else {}
+    settings |= kept_for(_methods(options), options.residual) | entered_for(_methods(options), settings)
     trace, target = captured(model, inputs, _methods(options), target, settings)  # pyright: ignore[reportArgumentType]
     return Run(trace, model, inputs, target, tokenizer)
+
+
+def _knocked_out(run: Run, options: Options, edges: int) -> RouteTest:
+    """How far the target changes without the strongest edges of the methods that have any."""
+    from attnflow.explaining import usual_target
+    from attnflow.faithfulness.routes import route_test
+    from attnflow.methods import METHODS
+
+    with_edges = [name for name in _methods(options) if name in METHODS]
+    target = usual_target(run.trace) if run.target is None else run.target
+    return route_test(run.model, run.inputs, run.tokenizer, target, with_edges, edges)
 
 
 def _target(options: Options) -> Any:
@@ -355,10 +390,16 @@ def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | N
             note(f"wrote {named(path)}", quiet=options.quiet)
     if options.json:
         found = {method: relevance.as_dict() for method, relevance in answers.items()}
+        if run.tested is not None:
+            for method, own in found.items():
+                taken = run.tested.taken.get(method)
+                own["knockout"] = None if taken is None else {"base": run.tested.base, **taken._asdict()}
         print_json(found if len(found) > 1 else next(iter(found.values())))
     else:
         for relevance in answers.values():
             print_relevance(relevance)
+        if run.tested is not None:
+            print_knockout(run.tested)
     for relevance in answers.values():
         _say_saturation(relevance, options)
     if failed:

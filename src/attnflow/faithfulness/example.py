@@ -21,7 +21,7 @@ from attnflow.faithfulness.journal import Entry
 from attnflow.faithfulness.metrics import METRICS, ScoreFunction, blank_out
 from attnflow.faithfulness.results import Failure, Row
 from attnflow.faithfulness.score import Score, image_score, remembered, text_score
-from attnflow.methods import METHODS, read_out
+from attnflow.methods import METHODS, kept_for, read_out
 from attnflow.methods import relevance as explained
 from attnflow.trace import Trace
 
@@ -175,8 +175,10 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
             raise ValueError("the example has no label; give one, or target='predicted'")
         target = int(label)
     inputs = model_inputs(content, model, plan.tokenizer)
-    keep = "block" if any(_looks_at_blocks(name, plan) for name in plan.methods) else None
-    trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target, keep=keep)
+    kept: dict[str, Any] = {}
+    for name in plan.methods:
+        kept |= kept_for([name], plan.settings.get(name, {}).get("residual"))
+    trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target, entered=True, **kept)
     if not callable(target):
         named = {} if isinstance(inputs, torch.Tensor) else inputs
         settled = asked(resolved(target, model)).settled(trace.output, named.get("attention_mask")).of(0)
@@ -184,12 +186,6 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
     positions, scores = _scores(model, inputs, trace, target, plan)
     inside = np.asarray(data[2]) != 0 if len(data) > 2 else None
     return Example(plan, model, inputs, trace, target, positions, scores, inside)
-
-
-def _looks_at_blocks(name: str, plan: Plan) -> bool:
-    """Whether a method looks at the block around attention, by itself or as its settings say."""
-    measured = plan.settings.get(name, {}).get("residual") == "measured"
-    return measured or (name in METHODS and "block" in METHODS[name].needs)
 
 
 def model_inputs(content: Any, model: torch.nn.Module, tokenizer: Any) -> baselines.Inputs:

@@ -18,7 +18,7 @@ from attnflow.capturing.vision import open_image
 from attnflow.explaining import answer, is_targeted
 from attnflow.faithfulness.example import line
 from attnflow.files import plain, to_json
-from attnflow.methods import METHODS
+from attnflow.methods import kept_for
 from attnflow.running.plan import Plan, Subject
 from attnflow.running.proofs import FirstProof, first_proof, tensors_of
 from attnflow.running.shards import BESIDE, Table, table_of
@@ -55,9 +55,7 @@ class Worker:
         self._model, self._tokenizer, self._prepare = subject.model, subject.tokenizer, subject.prepare
         self._plan = plan
         self._targeted = any(map(is_targeted, plan.methods))
-        measured = plan.settings.get("residual") == "measured"
-        blocks = measured or any("block" in METHODS[name].needs for name in plan.methods if name in METHODS)
-        self._keep = "block" if blocks else None
+        self._kept_for = kept_for(plan.methods, plan.settings.get("residual"))
         self._has_logits: bool | None = None
         self._first: FirstProof | None = None
         self._kept: tuple[float, float] | None = None  # bytes for each token, and for each pair of them
@@ -170,14 +168,14 @@ class Worker:
     def _traces(self, batch: Sequence[_Ready]) -> tuple[list[Trace], list[Any], list[dict[str, Any]]]:
         """The traces of a batch; of each example the target as it has it alone, and what was predicted."""
         inputs = self._together(batch)
-        settings: Any = {"tokenizer": self._tokenizer, "keep": self._keep}
+        settings: Any = {"tokenizer": self._tokenizer, **self._kept_for}
         target: Any = None
         seen: list[Trace] = []
         if self._targeted:
             target = [one.target for one in batch] if self._plan.target == "label" else self._plan.target
         if self._targeted and target is None:
             if not self._has_logits:
-                seen = self._captured(inputs, settings)
+                seen = self._captured(inputs, {**settings, "at_each_layer": False})
                 self._has_logits = has_logits(seen[0].output)
             alone = [norm_at(trace.readout, trace.decoder_start or 0) for trace in seen]
             target = "predicted" if self._has_logits else _each(alone, inputs)

@@ -139,7 +139,7 @@ def python_lines(relevance: Relevance) -> str:
         given.pop("start_layer", None)  # which has no part in one layer alone
     groups = given.pop("groups", None)
     settings = "".join(f", {name}={value!r}" for name, value in plain(given).items())
-    gradient = {name: target[name] for name in ("target", "rules") if target.get(name) is not None}
+    gradient = {name: target[name] for name in ("target", "rules", "at_each_layer") if target.get(name) is not None}
     asked = "".join(f", {name}={value!r}" for name, value in plain(gradient).items())
     capture = f"trace = attnflow.capture(model, inputs{asked})  # with its tokenizer, if it has one"
     if groups is not None:
