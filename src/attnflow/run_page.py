@@ -146,8 +146,8 @@ def _words(run: Run, found: Overview) -> Iterator[str]:
     if found.maps:
         yield (
             f"Means of classes are by {found.classes}: each image's map divided by its sum, patches averaged by their "
-            "place in the frame of the image alone. Nothing aligns what the images show. Bright is more; each map has a "
-            "scale of its own."
+            "place in the frame of the image alone. Nothing aligns what the images show. Bright is more; each map has "
+            "a scale of its own."
         )
         if found.left_out:
             yield f"{found.left_out:,} maps are left out of the means, since their grids are others."
