@@ -7,12 +7,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import attnflow
 from attnflow import capture
 from attnflow.baselines import BASELINES
 from attnflow.capturing.rules import RULES, Rules, _tried
+from attnflow.capturing.target import Direction, similarity_to
 from classifiers import small_bert, sst2, sst2_examples, tokenizer
 from families import FAMILIES
 from toys import seeded
@@ -163,6 +165,45 @@ def test_a_function_without_a_rule_is_named():
         warnings.simplefilter("error")
         model.forward = lambda input_ids: model.head(model.layer(model.words(input_ids))[:, 0])
         assert attnflow.explain(model, ids, "cp-lrp").recipe["checks"]["completeness_error"] < 1e-4
+
+
+def cosine(output):
+    """Of the mean embedding to that of the first token's, each divided by its own length by hand."""
+    one, two = output.last_hidden_state.mean(1), torch.ones(1, 384)
+    return (one / one.norm(dim=-1, keepdim=True) * F.normalize(two)).sum(-1)
+
+
+TARGETS = {
+    "similarity": similarity_to(torch.ones(384), "mean"),
+    "cosine by hand": cosine,
+    "a normalised direction": lambda output: F.normalize(output.last_hidden_state[:, 0], dim=-1)[:, 3],
+    "cosine of two tokens": lambda output: F.cosine_similarity(*output.last_hidden_state[:, 1:3].unbind(1)),
+    "length": lambda output: output.last_hidden_state[:, 2].norm(dim=-1),
+    "direction": Direction(torch.ones(384), "mean"),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_that_divides_by_a_length_is_added_up_to(minilm, name):
+    model, tokenizer = minilm
+    text = "The keys to the cabinet are on the table."
+    plain = attnflow.explain(model, text, "gradient-x-input", tokenizer=tokenizer, target=TARGETS[name])
+    ruled = attnflow.explain(model, text, "cp-lrp", tokenizer=tokenizer, target=TARGETS[name])
+    checks = ruled.recipe["checks"]
+    assert checks["completeness_error"] < 1e-5
+    assert "without_rule" not in checks
+    assert ruled.recipe["target"]["score"] == pytest.approx(plain.recipe["target"]["score"], rel=1e-6)
+    trace = attnflow.capture(model, text, tokenizer=tokenizer, target=TARGETS[name], rules="cp-lrp")
+    assert trace.target["score"] == pytest.approx(plain.recipe["target"]["score"], rel=1e-6)
+
+
+def test_a_softmax_of_the_target_keeps_its_gradient(data):
+    model, tokenizer = sst2(data)
+    with pytest.warns(UserWarning, match="softmax of the target"):
+        ruled = attnflow.explain(
+            model, "a gripping film", "cp-lrp", tokenizer=tokenizer, target=lambda one: one.logits.softmax(-1)[:, 1]
+        )
+    assert np.abs(ruled.row).max() > 1e-3
 
 
 def test_names_that_are_not():

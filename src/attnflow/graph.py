@@ -223,9 +223,17 @@ def _edges(name: str, trace: Trace) -> Edges:
         raise ValueError(f"edges {name!r} are unknown; choose one of {', '.join(EDGES)}")
     if "gradient" in EDGES[name].needs and trace.target is None:
         raise ValueError(f"{name} needs the gradient of a target: capture(model, inputs, target=...)")
+    if "gradient at each layer" in EDGES[name].needs and not _at_each_layer(trace):
+        raise ValueError(f"{name} needs the score at each layer: capture(model, inputs, target=, at_each_layer=True)")
     if {"values", "block"} & EDGES[name].needs:
         _check_blocks(name, trace)
     return EDGES[name]
+
+
+def _at_each_layer(trace: Trace) -> bool:
+    """Whether a trace holds the gradients of the score that each layer gives."""
+    calls = [call for layer in trace.layers for call in calls_of(layer)]
+    return all(call.gradient is not None and call.gradient.at_layer is not None for call in calls)
 
 
 def _check_blocks(what: str, trace: Trace) -> None:
