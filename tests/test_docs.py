@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import attnflow
 from attnflow import CARRIERS, EDGES
 from attnflow.cli import main
 
@@ -98,6 +99,12 @@ def test_notebooks_print_what_they_show(path, data, monkeypatch):
 
 def test_pages_that_code_writes_are_current():
     subprocess.run([sys.executable, ROOT / "tools" / "reference.py", "--check"], check=True)
+
+
+def test_every_public_name_is_in_the_reference():
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in attnflow.__all__:
+        assert f"::: attnflow.{name}\n" in page or f"`{name}`" in page, name
 
 
 def test_every_page_is_in_the_navigation():
