@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from attnflow.answer import Relevance
-from attnflow.capturing.rules import RULES, Rules
+from attnflow.capturing.rules import LRP, RULES, Rules
 from attnflow.capturing.target import Chosen, Target, resolved
 from attnflow.trace import Trace
 
@@ -152,6 +152,7 @@ BASELINES: dict[str, Baseline] = {
     "gradient-sum": Baseline(gradient_sum, "inputs", "Abnar & Zuidema 2020, their code"),
     "gradient-x-input": Baseline(gradient_x_input, "inputs", "Shrikumar et al. 2016"),
     **{name: Baseline(partial(gradient_x_input, rules=name), "inputs", row.source) for name, row in RULES.items()},
+    "lrp": Baseline(partial(gradient_x_input, rules=LRP), "inputs", RULES[LRP].source),
     "integrated-gradients": Baseline(integrated_gradients, "inputs", "Sundararajan et al. 2017"),
     "occlusion": Baseline(occlusion, "changes", "Zeiler & Fergus 2014; Li et al. 2016"),
 }
@@ -198,8 +199,11 @@ def _gradient(
             output = run(values)
         score = chosen(output).sum()
         # autograd.grad asks for these gradients alone, so that parameters' .grad stay as they are.
-        constants = [] if mode is None else mode.constants
-        found: list[torch.Tensor | None] = [*torch.autograd.grad(score, [values, *constants], allow_unused=True)]
+        constants = [] if mode is None else list(mode.constants)
+        with nullcontext() if mode is None else mode.of(model):  # checkpointed blocks run again in the backward pass
+            found: list[torch.Tensor | None] = [*torch.autograd.grad(score, [values, *constants], allow_unused=True)]
+        if mode is not None:
+            mode.constants = constants
     gradient, *others = found
     if gradient is None:
         raise ValueError("the target does not depend on the input, so that there is no gradient to explain it by")
@@ -235,6 +239,8 @@ def _entrance(model: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, Cal
     A signal, such as pixels, enters as it is: a tensor, or the only one among the inputs that holds no integers. Token
     ids enter as what the model's embedding returns. The rest of the inputs is repeated for as many cases as are given.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("gradients are not to be had inside torch.inference_mode(): call this outside of it")
     named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
     ids = "input_ids" if "input_ids" in named else "" if "" in named and not named[""].is_floating_point() else None
 

@@ -32,6 +32,7 @@ from attnflow.capturing.inputs import fresh
 from attnflow.capturing.labels import Labels, tensors_in
 from attnflow.capturing.rules import Rules
 from attnflow.capturing.softmax import DIFFERENCE, WeightsByHand
+from attnflow.capturing.stream import Stream
 from attnflow.capturing.surroundings import Follower
 from attnflow.memory import check_memory
 
@@ -91,7 +92,7 @@ class Recording:
     that of all that went into it. constant: modules whose attention has values of no input. differences: the labels of
     tensors that were subtracted. random_state, drew: of torch, before the pass, and whether the pass drew any random
     number. dtype: of the first call. assumed: whether the calls are what the caller pointed at. tower: the module whose
-    calls alone are explained.
+    calls alone are explained. without_rule: functions that gradients went through and that no rule covers.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
@@ -110,6 +111,7 @@ class Recording:
     dtype: torch.dtype = torch.float32
     assumed: bool = False
     tower: str | None = None
+    without_rule: tuple[str, ...] = ()
 
     def settle(self) -> None:
         """Forget the modules that made tokens, but for those whose output every call is still fed by.
@@ -192,7 +194,8 @@ class Recorder(TorchFunctionMode):
     through untouched, and what is kept of them are references to their arguments, or with `copies` copies, for models
     that write into them later. With `weights_of`, only what it says is recorded. layers: the calls that are kept; of
     others only that they were made; tower: the module whose calls alone are kept and explained. compared: whether what
-    is needed to compare the pass with another is kept. keep: what else of every call, its values or its block.
+    is needed to compare the pass with another is kept. keep: what else of every call, its values or its block. stream:
+    the rules that see what enters every block, if that was asked for.
     """
 
     def __init__(
@@ -206,6 +209,7 @@ class Recorder(TorchFunctionMode):
         copies: bool = False,
         tower: str | None = None,
         keep: Keep | None = None,
+        stream: Stream | None = None,
     ) -> None:
         super().__init__()
         self._layers, self._weights_of, self._compared, self._copies = layers, weights_of, compared, copies
@@ -216,7 +220,8 @@ class Recorder(TorchFunctionMode):
         self._model = model
         self._labels = Labels()
         self._values = gradients or keep is not None
-        self._keeps_values = keep is not None
+        self._keeps_values = keep in ("values", "block")
+        self._stream = stream
         self.by_hand = WeightsByHand(self._labels)
         self._running, self._visits, self._visited = [""], [0], 0
         self._seen: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
@@ -255,6 +260,8 @@ class Recorder(TorchFunctionMode):
             source = Source("input", self._seen["input"], tuple(x.shape[:-1]), "", 0) if tokens else None
             self._seen["input"] += 1
             self._labels.mark_input(x, self._mark(source))
+            if source is not None and self._stream is not None:
+                self._stream.begin(x.requires_grad_())
         return args, kwargs
 
     def _mark(self, what: Source | int | None) -> int:
@@ -354,6 +361,8 @@ class Recorder(TorchFunctionMode):
 
     def _attend(self, attending: Attending, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that attends, and keep it; what the model gets as its output."""
+        if self._stream is not None:
+            self._stream.call()
         call, output = attending.make(), func(*args, **kwargs)
         main = output[0] if attending.in_tuple else output
         check_reproduces(call, main)
@@ -394,7 +403,7 @@ class Recorder(TorchFunctionMode):
 
     def _changed(self, source: Source, output: torch.Tensor) -> torch.Tensor:
         """What the model gets in the place of a source's output."""
-        return output
+        return output if self._stream is None else self._stream.begin(output)
 
     def _refuse_chance(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ValueError for what a module does at random, or differently, because it is in training mode."""
@@ -540,7 +549,13 @@ class Recorder(TorchFunctionMode):
         assert self._outputs is not None
         recording = self.recording
         nothing = [None] * len(self._outputs)
-        gradients = torch.autograd.grad(target, self._outputs, allow_unused=True) if target.requires_grad else nothing
+        passages = None
+        if self._stream is not None and target.requires_grad:
+            numbers = recording.explained
+            passages = self._stream.passages(target, numbers, [recording.calls[number].module for number in numbers])
+        wanted = [*self._outputs, *(passages.wanted if passages is not None else ())]
+        gradients = torch.autograd.grad(target, wanted, allow_unused=True) if target.requires_grad else nothing
+        gradients, streams = gradients[: len(nothing)], gradients[len(nothing) :]
         below = recording.reached(recording.read)
         for call, gradient, fed in zip(recording.calls, gradients, recording.fed, strict=True):
             if gradient is None and below & fed.bit:
@@ -560,6 +575,11 @@ class Recorder(TorchFunctionMode):
             else call.with_gradient(torch.zeros_like(output) if gradient is None else gradient)
             for call, gradient, output in zip(recording.calls, gradients, self._outputs, strict=True)
         ]
+        if passages is not None:
+            for number, carried in zip(recording.explained, passages.carried(streams), strict=True):
+                call = recording.calls[number]
+                if not isinstance(call, LeftOut):
+                    recording.calls[number] = replace(call, carried=carried)
 
 
 def refuse_functorch(module: str, x: torch.Tensor) -> None:
@@ -617,17 +637,22 @@ def record(
     state = torch.get_rng_state()
     settings: dict[str, Any] = {"layers": layers, "weights_of": weights_of, "compared": compared, "tower": tower}
     settings["keep"] = keep
-    recorder = Recorder(model, gradients=target is not None, copies=copies, **settings)
+    mode = None if rules is None else Stream(rules) if keep == "relevance" else Rules(rules)
+    stream = mode if isinstance(mode, Stream) else None
+    recorder = Recorder(model, gradients=target is not None, copies=copies, stream=stream, **settings)
     settings["rules"] = rules
     with torch.inference_mode(False), torch.set_grad_enabled(target is not None), eagerly():
         own_args, own_kwargs = fresh(args), fresh(kwargs)
-        with nullcontext() if rules is None else Rules(rules).of(model), recorder:
+        if stream is not None:
+            own_args, own_kwargs = stream.given(own_args), stream.given(own_kwargs)
+        with nullcontext() if mode is None else mode.of(model), recorder:
             own_args, own_kwargs = recorder.given(own_args, own_kwargs)
             output = model(*own_args, **own_kwargs)
             recorder.finish(output)
             scores = None if target is None else target(output)
             if scores is not None:
                 recorder.finish(scores)
+        recorder.recording.without_rule = () if mode is None else tuple(sorted(mode.without_rule))
         if not recorder.recording.explained:
             raise ValueError(_nothing_seen(model, recorder.recording))
         recorder.recording.settle()
@@ -640,7 +665,8 @@ def record(
             return record(model, args, kwargs, target, copies=True, **settings)
         recorder.find_blocks()
         if scores is not None:
-            recorder.backward(scores.sum())
+            with nullcontext() if mode is None else mode.of(model):  # checkpointed blocks run again here
+                recorder.backward(scores.sum())
     return recorder.recording, output
 
 
