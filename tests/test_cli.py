@@ -16,6 +16,7 @@ from PIL import Image
 import attnflow
 from attnflow import cli
 from attnflow.answer import Relevance
+from attnflow.explaining import usual_target
 from attnflow.show.wording import saturation
 from conftest import SENTENCE
 
@@ -266,7 +267,13 @@ ERRORS = {
         "--against goes with one class",
     ),
     "against nothing": (["text", "Hi", "--method", "chefer", "--against", " "], "--against is empty"),
-    "against without a method": (["text", "Hi", "--against", "1"], "target has no part in raw"),
+    "against without a target": (["text", "Hi", "--against", "1", "--method", "raw"], "target has no part in raw"),
+    "similar to what": (["text", "Hi", "--similar-to", " "], "--similar-to is empty"),
+    "similar to and a target": (["text", "Hi", "--similar-to", "Ho", "--target", "1"], "--similar-to is the target"),
+    "no edges": (["text", "Hi", "--knockout", "0"], "--knockout takes a number of edges from 1 on; it is 0"),
+    "edges of a text": (["text", "Hi", "--knockout", "1", "--generate", "2"], "--knockout explains one target"),
+    "pooling of what": (["text", "Hi", "--pooling", "mean"], "--pooling says how embeddings are made"),
+    "similarity of raw": (["text", "Hi", "--similar-to", "Ho", "--method", "raw"], "target has no part in raw"),
     "an option misspelt": (["text", "-foo"], "A text that begins with - goes behind --"),
     "escape": (["text", "Hi", "-o", "a\x1b[31m\n/b.png"], r"cannot write 'a\x1b[31m\n/b.png': the folder"),
     "escape in an option": (["text", "Hi", "--a\x1b[31m"], r"--a\x1b[31m"),
@@ -588,3 +595,32 @@ def test_evaluate_takes_photographs_with_masks(run, tmp_path, shipped):
         code, out, err = run("evaluate", *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert message in err
+
+
+def test_how_similar_two_texts_are(run):
+    said = ["text", "The keys to the cabinet are on the table.", "--similar-to", "Where did I leave my keys?", "--json"]
+    code, out, _ = run(*said)
+    found = json.loads(out)
+    assert code == 0
+    assert found["recipe"]["method"] == "cp-lrp"
+    assert "mean of the tokens" in found["recipe"]["target"]["target"]
+    assert "Where did I leave my keys?" in found["recipe"]["target"]["target"]
+    assert found["tokens"][int(np.argmax(found["scores"]))] == "keys"
+    code, out, _ = run(*said, "--pooling", "first")
+    assert "first of the tokens" in json.loads(out)["recipe"]["target"]["target"]
+
+
+def test_edges_are_taken_out_of_the_model(run, minilm):
+    said = ["text", "The keys are on the table.", "--method", "gradient-norm,rollout", "--knockout", "4"]
+    code, out, err = run(*said, "--json", "--quiet")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    model, tokenizer = minilm
+    target = usual_target(attnflow.capture(model, said[1], tokenizer=tokenizer))
+    tested = attnflow.route_test(model, said[1], tokenizer, target, ["rollout"], 4)
+    assert found["rollout"]["knockout"] == pytest.approx({"base": tested.base, **tested.taken["rollout"]._asdict()})
+    assert found["gradient-norm"]["knockout"] is None  # it has no edges
+    code, out, _ = run(*said, "--quiet")
+    assert code == 0
+    assert "edges taken out of" in out
+    assert f"{-tested.taken['rollout'].change:+.4f}" in out

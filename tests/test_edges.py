@@ -25,6 +25,8 @@ REVIEW = "A gripping, often funny film about nothing much at all."
 
 # Methods that look at the block around attention have tests of their own (test_blocks.py).
 WITHOUT_BLOCK = [name for name, row in METHODS.items() if "block" not in row.needs]
+# Scores at each layer have tests of their own too, and no place in most graphs of several streams or sizes.
+OF_ANY_GRAPH = [name for name in WITHOUT_BLOCK if "gradient at each layer" not in METHODS[name].needs]
 
 
 class Known(NamedTuple):
@@ -48,7 +50,7 @@ def known(model, inputs, score, **settings):
     score(output).sum().backward()
     own = [weights.detach()[0].double().numpy() for weights in output.attentions]
     gradients = [weights.grad[0].double().numpy() for weights in output.attentions]
-    return Known(capture(model, inputs, target=score, **settings), own, gradients)
+    return Known(capture(model, inputs, target=score, at_each_layer=True, **settings), own, gradients)
 
 
 def positive(output):
@@ -146,7 +148,7 @@ def test_sums_over_layers(example):
         found = relevance(example.trace, method)
         example.check(found.scores, sum(layer.sum(0, keepdims=True) for layer in layers))
         assert (found.rows, found.query_tokens) == ("target", ("target",))
-    example.check(relevance(example.trace, "legrad").scores, reference.legrad(example.gradients)[None])
+    example.check(relevance(example.trace, "legrad-final-score").scores, reference.legrad(example.gradients)[None])
 
 
 def test_products_of_gradients(example):
@@ -242,8 +244,9 @@ def test_the_mean_of_each_column_taken_out(example):
 
 def test_padding_removed_gives_the_same_as_without():
     model, words = small_bert(), torch.tensor([[2, 5, 6, 7, 8, 3, 0, 0, 0], [2, 9, 10, 11, 12, 13, 14, 15, 3]])
-    padded = capture_batch(model, {"input_ids": words, "attention_mask": (words != 0).long()}, target=1)[0]
-    alone = capture(model, {"input_ids": words[:1, :6]}, target=1)
+    how = {"target": 1, "at_each_layer": True}
+    padded = capture_batch(model, {"input_ids": words, "attention_mask": (words != 0).long()}, **how)[0]
+    alone = capture(model, {"input_ids": words[:1, :6]}, **how)
     for name in WITHOUT_BLOCK:
         expected = relevance(alone, name).scores
         found = relevance(padded, name).scores
@@ -259,7 +262,7 @@ def test_a_causal_model_never_draws_on_the_future(stories, place):
     def one(output):
         return output.logits[:, place].amax(-1)
 
-    trace = capture(model, ids, target=one)
+    trace = capture(model, ids, target=one, at_each_layer=True)
     assert len(trace.tokens) > 8
     for name in WITHOUT_BLOCK:
         scores = relevance(trace, name, query=place).scores
@@ -278,7 +281,7 @@ def test_every_layer_is_the_stack_of_single_layers(text, name):
 @pytest.mark.filterwarnings("ignore:every score")  # of one token that speaks against the target
 @pytest.mark.parametrize("name", WITHOUT_BLOCK)
 def test_one_token(name):
-    trace = capture(small_bert(), {"input_ids": torch.tensor([[5]])}, target=0)
+    trace = capture(small_bert(), {"input_ids": torch.tensor([[5]])}, target=0, at_each_layer=True)
     scores = relevance(trace, name).scores
     assert scores.shape == (1, 1)
     assert np.isfinite(scores).all()
@@ -288,7 +291,7 @@ def test_one_token(name):
 REFUSED = {("swin", "sum"): "a sum over layers needs as many positions in each; there are 32 and 128"}
 
 
-@pytest.mark.parametrize("name", WITHOUT_BLOCK)
+@pytest.mark.parametrize("name", OF_ANY_GRAPH)
 @pytest.mark.parametrize("family", ["swin", "timesformer_divided_space_time", "siglip_vision_tower"])
 def test_windows_merged_patches_and_probes(family, name):
     trace = placed(family)
@@ -327,7 +330,7 @@ def test_positions_that_a_layer_does_not_concern_add_nothing_to_a_sum():
         edges = layer.edges(EDGES["gradient"].weigh, queries, shares=False)
         expected += edges.double().mean(0).sum(0).numpy()
     assert any(layer.left_out for layer in trace.layers)
-    np.testing.assert_allclose(relevance(trace, "legrad").scores[0], expected, rtol=1e-6)
+    np.testing.assert_allclose(relevance(trace, "legrad-final-score").scores[0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, row in METHODS.items() if "gradient" in row.needs])

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy import stats
 
 from attnflow import capture, load_model, rollout
-from attnflow.baselines import gradient_norm
+from attnflow.baselines import gradient_norm, random
 from attnflow.capturing import vision
 from attnflow.faithfulness import journal, run
 from attnflow.faithfulness.loading import photographs, texts
@@ -127,7 +128,8 @@ def test_summary_by_hand(bert, words):
     expected = values(evaluation, "rollout", "blank-out", 1)
     assert one.mean == pytest.approx(np.mean(expected))
     assert one.deviation == pytest.approx(np.std(expected, ddof=1))
-    assert min(expected) <= one.low < one.mean < one.high <= max(expected)
+    half = stats.t.ppf(0.975, 3) * np.std(expected, ddof=1) / 2
+    assert (one.low, one.high) == pytest.approx((one.mean - half, one.mean + half))
     assert (one.n, one.undefined, one.direction) == (4, 0, "up")
     assert evaluation.summary() == evaluation.summary()
 
@@ -138,6 +140,59 @@ def test_the_bootstrap_interval_of_many_values_is_that_of_their_mean():
     (one,) = Evaluation(rows, (), {"seed": 0}).summary()
     error = noise.std(ddof=1) / 20
     assert (one.high - one.low) / 2 == pytest.approx(1.96 * error, rel=0.1)
+
+
+def test_differences_are_paired():
+    hard = np.random.default_rng(0).normal(size=60)  # how hard an example is, for all methods alike
+    apart = np.random.default_rng(1).normal(0.1, 0.05, size=60)
+    columns = {("raw", 1): hard, ("rollout", 1): hard + apart, ("rollout", 0): hard - 5, ("random", None): hard[::-1]}
+    rows = [
+        Row(number, *key, "blank-out", value)
+        for key, column in columns.items()
+        for number, value in enumerate(column.tolist())
+    ]
+    evaluation = Evaluation((*rows, Row(60, "raw", 1, "blank-out", math.nan)), (), {"seed": 0})
+    found = {one[:2]: one for one in evaluation.differences()}
+    assert set(found) == {("raw", 1), ("rollout", 0), ("random", None)}
+    raw = found["raw", 1]
+    assert (raw.than, raw.metric, raw.n) == ("rollout", "blank-out", 60)
+    assert raw.mean == pytest.approx(-apart.mean())
+    assert (raw.high - raw.low) / 2 == pytest.approx(1.96 * apart.std(ddof=1) / math.sqrt(60), rel=0.15)
+    chance = found["random", None]
+    assert chance.low < chance.mean < chance.high
+    assert {one.than for one in evaluation.differences("raw")} == {"raw"}
+    assert evaluation.differences() == evaluation.differences()
+    with pytest.raises(ValueError, match="'flow' was not measured; choose one of raw, rollout, random"):
+        evaluation.differences("flow")
+
+
+def test_less_may_be_better():
+    rows = [Row(number, name, 1, "deletion", value + number) for name, value in (("raw", 0.5), ("rollout", 0.2))
+            for number in range(3)]  # fmt: skip
+    (one,) = Evaluation(tuple(rows), (), {"seed": 0}).differences()
+    assert (one.method, one.than) == ("raw", "rollout")
+    assert one.mean == pytest.approx(0.3)
+
+
+def test_texts_with_marks(bert, words):
+    """Marks on the tokens that random scores rank highest are found by these, and by no special token."""
+    text, label = TEXTS[0]
+    tokens = len(words(text)["input_ids"])
+    trace = capture(bert, text, tokenizer=words)
+    scores = random(trace, bert, dict(words(text, return_tensors="pt")), seed=0).row
+    marks = np.zeros(tokens)
+    marks[1 + int(np.argmax(scores[1:-1]))] = 1
+    marks[0] = 1  # [CLS] may not be removed, and takes no part
+    evaluation = evaluate(bert, [(text, label, marks), (text, label)], tokenizer=words, methods=["raw"])
+    assert {row.metric for row in evaluation.rows} == {
+        name for name, row in METRICS.items() if {"text", "marks"} & set(row.kinds)
+    }
+    for name in ("token-auc", "token-average-precision", "token-pointing"):
+        assert values(evaluation, "random", name) == [1.0]
+    assert {failure.example for failure in evaluation.failures} == {1}
+    assert all("there are no marks" in failure.error for failure in evaluation.failures)
+    short = evaluate(bert, [(text, label, marks[1:]), (text, label, marks)], tokenizer=words, metrics=["token-auc"])
+    assert f"marks ({tokens},), one for each token; there are marks of shape ({tokens - 1},)" in short.failures[0].error
 
 
 def test_files_give_the_same_back(bert, words, tmp_path):
@@ -240,6 +295,7 @@ def test_a_function_of_the_output_as_the_target(pictures):
         ({"metrics": []}, "there are no metrics"),
         ({"methods": [3]}, "method 3 is unknown"),
         ({"metrics": ["pixel-auc"]}, "pixel-auc needs images with masks"),
+        ({"metrics": ["token-auc"]}, r"token-auc needs texts with marks: give data as \(text, label, marks\)"),
         ({"settings": {"raw": {"hed": 1}}}, "raw takes no 'hed'; its settings here are .*head"),
         ({"target": "labl"}, "target 'labl' is no class of BertForSequenceClassification: it has LABEL_0"),
         ({"layer": "al"}, "layer, where it is not .* must be a whole number; it is 'al'"),

@@ -22,7 +22,7 @@ def bert():
 
 def test_one_method_is_one_answer(bert):
     model, words = bert
-    trace = capture(model, TEXT, tokenizer=words, target="predicted", keep="block")
+    trace = capture(model, TEXT, tokenizer=words, target="predicted", keep="block", at_each_layer=True)
     for name in METHODS:
         found = explain(model, TEXT, name, tokenizer=words)
         query = {} if found.rows == "target" else {"query": trace.readout}
@@ -31,19 +31,19 @@ def test_one_method_is_one_answer(bert):
     assert explain(model, TEXT, tokenizer=words).recipe["method"] == "rollout"
 
 
-def test_several_methods_and_baselines_run_the_model_once_and_once_more_for_each_baseline(bert):
+def test_methods_and_plain_gradients_together_run_the_model_once(bert):
     model, words = bert
     explain(model, TEXT, "raw", tokenizer=words)  # the proof of this shape is then known
     runs = []
     hook = model.register_forward_hook(lambda *_: runs.append(1))
     several = ["raw", "gradient-flow", "gradient-norm", "random"]
     found = explain(model, TEXT, several, tokenizer=words, target=1)
-    assert len(runs) == 2
+    assert len(runs) == 1  # the gradient to the input is of the same backward pass
     explain(model, TEXT, several, tokenizer=words)  # looks first whether there are logits
     hook.remove()
     assert list(found) == ["raw", "gradient-flow", "gradient-norm", "random"]
     assert all(isinstance(one, Relevance) for one in found.values())
-    assert len(runs) == 2 + 3
+    assert len(runs) == 1 + 2
     np.testing.assert_array_equal(found["raw"].scores, explain(model, TEXT, "raw", tokenizer=words).scores)
 
 
@@ -123,8 +123,15 @@ def test_methods_of_the_whole_target_take_all_queries():
     def mean(output):
         return output.last_hidden_state.mean(1).square().sum(-1)
 
-    trace = capture(model, one, target=mean)
+    trace = capture(model, one, target=mean, at_each_layer=True)
     for name in ("legrad", "generalized-attention-flow", "gradient-sum-over-layers"):
         found = explain(model, one, name, target=mean)
         np.testing.assert_allclose(found.scores, relevance(trace, name, query=None).scores, rtol=1e-5)
         assert abs(found.scores - relevance(trace, name, query=0).scores).max() > 0
+
+
+def test_baselines_of_what_a_model_writes_are_refused(stories):
+    model, words = stories
+    ids = torch.tensor([words.encode("Once upon a time")])
+    with pytest.raises(ValueError, match="gradient-norm explains one pass over what it is given"):
+        explain(model, {"input_ids": ids}, "gradient-norm", generate=3, target="answer")

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +15,7 @@ import attnflow
 from attnflow import capture
 from attnflow.baselines import BASELINES
 from attnflow.capturing.rules import LRP, RULES, Rules, _tried
+from attnflow.capturing.target import Direction, similarity_to
 from classifiers import small_bert, sst2, sst2_examples, tokenizer
 from families import FAMILIES
 from toys import seeded
@@ -203,12 +205,11 @@ def test_half_precision_sums_in_single(data):
 class Checkpointed(nn.Module):
     """Runs each layer of an encoder under gradient checkpointing."""
 
-    def __init__(self, *, checkpointed):
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(20, 16)
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
         self.head = nn.Linear(16, 3)
-        self.checkpointed = checkpointed
 
     def get_input_embeddings(self):
         return self.words
@@ -216,18 +217,54 @@ class Checkpointed(nn.Module):
     def forward(self, input_ids):
         x = self.words(input_ids)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+            x = checkpoint(layer, x, use_reentrant=False)
         return self.head(x[:, 0])
 
 
-def test_checkpointed_blocks_give_the_same():
+def test_checkpointed_blocks_are_refused_in_a_line():
     ids = {"input_ids": torch.arange(5)[None]}
-    for rules in RULES:
-        found = [
-            attnflow.explain(seeded(Checkpointed(checkpointed=one)), ids, rules, target=1).scores
-            for one in (True, False)
-        ]
-        np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-7)
+    for call in (attnflow.explain, lambda *args, **how: capture(*args[:2], rules="cp-lrp", **how)):
+        with pytest.raises(ValueError, match="gradient checkpointing runs blocks again without the rules"):
+            call(seeded(Checkpointed()), ids, "cp-lrp", target=1)
+
+
+def cosine(output):
+    """Of the mean embedding to that of the first token's, each divided by its own length by hand."""
+    one, two = output.last_hidden_state.mean(1), torch.ones(1, 384)
+    return (one / one.norm(dim=-1, keepdim=True) * F.normalize(two)).sum(-1)
+
+
+TARGETS = {
+    "similarity": similarity_to(torch.ones(384), "mean"),
+    "cosine by hand": cosine,
+    "a normalised direction": lambda output: F.normalize(output.last_hidden_state[:, 0], dim=-1)[:, 3],
+    "cosine of two tokens": lambda output: F.cosine_similarity(*output.last_hidden_state[:, 1:3].unbind(1)),
+    "length": lambda output: output.last_hidden_state[:, 2].norm(dim=-1),
+    "direction": Direction(torch.ones(384), "mean"),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_that_divides_by_a_length_is_added_up_to(minilm, name):
+    model, tokenizer = minilm
+    text = "The keys to the cabinet are on the table."
+    plain = attnflow.explain(model, text, "gradient-x-input", tokenizer=tokenizer, target=TARGETS[name])
+    ruled = attnflow.explain(model, text, "cp-lrp", tokenizer=tokenizer, target=TARGETS[name])
+    checks = ruled.recipe["checks"]
+    assert checks["completeness_error"] < 1e-5
+    assert "without_rule" not in checks
+    assert ruled.recipe["target"]["score"] == pytest.approx(plain.recipe["target"]["score"], rel=1e-6)
+    trace = attnflow.capture(model, text, tokenizer=tokenizer, target=TARGETS[name], rules="cp-lrp")
+    assert trace.target["score"] == pytest.approx(plain.recipe["target"]["score"], rel=1e-6)
+
+
+def test_a_softmax_of_the_target_keeps_its_gradient(data):
+    model, tokenizer = sst2(data)
+    with pytest.warns(UserWarning, match="softmax of the target"):
+        ruled = attnflow.explain(
+            model, "a gripping film", "cp-lrp", tokenizer=tokenizer, target=lambda one: one.logits.softmax(-1)[:, 1]
+        )
+    assert np.abs(ruled.row).max() > 1e-3
 
 
 def test_names_that_are_not():

@@ -16,8 +16,10 @@ from attnflow import (
     evaluate,
     explain,
     pooled,
+    similar_to,
     similarity_to,
 )
+from attnflow.capturing.embeddings import saved_pooling
 from attnflow.cli import main
 from classifiers import sharpened, small_bert, tokenizer
 
@@ -208,3 +210,37 @@ def test_the_command_line(tmp_path, capsys, monkeypatch, named, words):
     assert code == 2
     assert "'GOOD' is no class" in err
     assert err.count("\n") == 1
+
+
+def test_a_text_to_be_similar_to_is_run_as_the_model_runs_it(minilm):
+    model, tokenizer = minilm
+    target = similar_to(model, "Where are my keys?", tokenizer=tokenizer, pooling="mean")
+    with torch.no_grad():
+        other = model(**tokenizer("Where are my keys?", return_tensors="pt")).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(target.embedding, other, rtol=1e-5, atol=1e-6)
+    assert "'Where are my keys?'" in target.words
+    with pytest.raises(ValueError, match="one example; 2 were given"):
+        similar_to(model, ["one", "two"], tokenizer=tokenizer, pooling="mean")
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        ('{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}', "first"),
+        ('{"pooling_mode_lasttoken": true}', "last"),
+        ('{"pooling_mode_max_tokens": true}', "pools by pooling_mode_max_tokens"),
+        ('{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', "pools by pooling_mode_cls_token, "),
+        ("[]", "pools by nothing"),
+        ("{", "cannot be read as JSON"),
+        (None, "does not say how its embedding is made"),
+    ],
+)
+def test_how_a_saved_model_pools(tmp_path, saved, expected):
+    if saved is not None:
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(saved)
+    if expected in ("first", "last"):
+        assert saved_pooling(str(tmp_path)) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            saved_pooling(str(tmp_path))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnflow.baselines import BASELINES
     from attnflow.capturing import capture, capture_batch
     from attnflow.capturing.arrays import load
+    from attnflow.capturing.embeddings import similar_to
     from attnflow.capturing.models import load_model
     from attnflow.capturing.rules import RULES
     from attnflow.capturing.target import Answer, Contrast, Direction, Token, pooled, similarity_to
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from attnflow.propagate.carriers import CARRIERS
     from attnflow.reporting import report
     from attnflow.routes import group_flow, min_cut, paths
+    from attnflow.running.comparison import compare
     from attnflow.running.engine import run
     from attnflow.running.results import Run, read
     from attnflow.trace import Trace
@@ -50,6 +52,7 @@ __all__ = [
     "Trace",
     "capture",
     "capture_batch",
+    "compare",
     "evaluate",
     "explain",
     "flow",
@@ -68,12 +71,14 @@ __all__ = [
     "rollout",
     "route_test",
     "run",
+    "similar_to",
     "similarity_to",
 ]
 
 _HOME = {
     "route_test": "attnflow.faithfulness.routes",
     "knockout": "attnflow.intervening",
+    "similar_to": "attnflow.capturing.embeddings",
     "similarity_to": "attnflow.capturing.target",
     "pooled": "attnflow.capturing.target",
     "Token": "attnflow.capturing.target",
@@ -92,6 +97,7 @@ _HOME = {
     "Trace": "attnflow.trace",
     "capture": "attnflow.capturing",
     "capture_batch": "attnflow.capturing",
+    "compare": "attnflow.running.comparison",
     "flow": "attnflow.methods",
     "flow_bounds": "attnflow.methods",
     "group_flow": "attnflow.routes",

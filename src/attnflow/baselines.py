@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 
 from attnflow.answer import Relevance
-from attnflow.capturing.rules import LRP, RULES, Rules
-from attnflow.capturing.target import Chosen, Target, resolved
+from attnflow.capturing.entrance import Inputs, arranged, entrance, has_ids, joined, looked_up, lookups
+from attnflow.capturing.rules import LRP, RULES, Rules, gradients
+from attnflow.capturing.target import Chosen, Target, asked, resolved
 from attnflow.trace import Trace
 
 # An error of completeness above which a warning says what was not covered.
 INCOMPLETE = 1e-3
 
-Inputs: TypeAlias = Mapping[str, Any] | torch.Tensor
 PathFrom: TypeAlias = int | Literal["zeros", "blur"]
 
 
@@ -108,7 +107,7 @@ def integrated_gradients(
         from captum.attr import IntegratedGradients
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("integrated gradients need Captum: pip install 'attnflow[captum]'") from error
-    values, run = _entrance(model, inputs)
+    values, run = entrance(trace, model, inputs)
     start = _beginning(path_from, values, trace, model, inputs)
     chosen = Chosen(resolved(target, model))
     with torch.no_grad():
@@ -139,18 +138,23 @@ def occlusion(trace: Trace, changes: NDArray[np.float64], positions: tuple[int, 
 
 @dataclass(frozen=True)
 class Baseline:
-    """One row of the table. needs: whether the function takes the model and its "inputs", or "changes" of a score."""
+    """One row of the table.
+
+    needs: whether the function takes the model and its "inputs", or "changes" of a score. entered: whether it needs no
+    pass of its own with a trace that was captured with entered=True.
+    """
 
     function: Callable[..., Relevance]
     needs: Literal["inputs", "changes"]
     source: str
+    entered: bool = False
 
 
 BASELINES: dict[str, Baseline] = {
     "random": Baseline(random, "inputs", "uniform numbers"),
-    "gradient-norm": Baseline(gradient_norm, "inputs", "Simonyan et al. 2014; norm over the embedding"),
-    "gradient-sum": Baseline(gradient_sum, "inputs", "Abnar & Zuidema 2020, their code"),
-    "gradient-x-input": Baseline(gradient_x_input, "inputs", "Shrikumar et al. 2016"),
+    "gradient-norm": Baseline(gradient_norm, "inputs", "Simonyan et al. 2014; norm over the embedding", entered=True),
+    "gradient-sum": Baseline(gradient_sum, "inputs", "Abnar & Zuidema 2020, their code", entered=True),
+    "gradient-x-input": Baseline(gradient_x_input, "inputs", "Shrikumar et al. 2016", entered=True),
     **{name: Baseline(partial(gradient_x_input, rules=name), "inputs", row.source) for name, row in RULES.items()},
     "lrp": Baseline(partial(gradient_x_input, rules=LRP), "inputs", RULES[LRP].source),
     "integrated-gradients": Baseline(integrated_gradients, "inputs", "Sundararajan et al. 2017"),
@@ -189,21 +193,30 @@ def _gradient(
     target: Target,
     rules: str | None = None,
 ) -> Relevance:
-    """One backward pass to the embeddings, then one number per token: reduce takes (token, dim) twice."""
-    values, run = _entrance(model, inputs)
+    """One number per token from the gradient at the embeddings: reduce takes (token, dim) twice.
+
+    A trace that was captured with entered=True and the same target holds that gradient, and the model is not asked.
+    """
+    known = trace.entered
+    if rules is None and known is not None and known.values and asked(resolved(target, model)) in known.targets:
+        values, gradient = known.values[0], known.gradients[0]
+        if has_ids({"": inputs} if isinstance(inputs, torch.Tensor) else inputs):
+            places = arranged(trace, known.values)
+            values, gradient = joined(places, known.values), joined(places, known.gradients, add=True)
+        scores = reduce(_per_token(trace, gradient), _per_token(trace, values))
+        facts = trace.target or {}
+        return _relevance(method, scores, trace, {"target": facts["target"]}, {}, facts)
+    values, run = entrance(trace, model, inputs)
     chosen = Chosen(resolved(target, model))
     mode = None if rules is None else Rules(rules)
     with torch.enable_grad():
         values = values.requires_grad_()
         with nullcontext() if mode is None else mode.of(model):
             output = run(values)
-        score = chosen(output).sum()
+            score = (chosen(output) if mode is None else mode.scores(chosen, output)).sum()
         # autograd.grad asks for these gradients alone, so that parameters' .grad stay as they are.
-        constants = [] if mode is None else list(mode.constants)
-        with nullcontext() if mode is None else mode.of(model):  # checkpointed blocks run again in the backward pass
-            found: list[torch.Tensor | None] = [*torch.autograd.grad(score, [values, *constants], allow_unused=True)]
-        if mode is not None:
-            mode.constants = constants
+        constants = [] if mode is None else mode.constants
+        found: list[torch.Tensor | None] = [*gradients(score, [values, *constants])]
     gradient, *others = found
     if gradient is None:
         raise ValueError("the target does not depend on the input, so that there is no gradient to explain it by")
@@ -233,58 +246,6 @@ def _completeness(
     return facts | ({"without_rule": sorted(mode.without_rule)} if mode.without_rule else {})
 
 
-def _entrance(model: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """Where the input first is numbers that can be varied: these, with a batch axis, and the model as their function.
-
-    A signal, such as pixels, enters as it is: a tensor, or the only one among the inputs that holds no integers. Token
-    ids enter as what the model's embedding returns. The rest of the inputs is repeated for as many cases as are given.
-    """
-    if torch.is_inference_mode_enabled():
-        raise ValueError("gradients are not to be had inside torch.inference_mode(): call this outside of it")
-    named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
-    ids = "input_ids" if "input_ids" in named else "" if "" in named and not named[""].is_floating_point() else None
-
-    def call(tensors: Mapping[str, torch.Tensor]) -> Any:
-        return model(tensors[""]) if "" in tensors else model(**tensors)
-
-    def repeated(count: int) -> dict[str, torch.Tensor]:
-        return {name: tensor.expand(count, *tensor.shape[1:]) for name, tensor in named.items()}
-
-    if ids is None:
-        signals = [name for name, tensor in named.items() if tensor.is_floating_point()]
-        if len(signals) != 1:
-            raise ValueError(
-                "a gradient is taken to one input, token ids or a signal such as pixels; the inputs are "
-                f"{', '.join(named)}: give the one example that was captured, as one of these"
-            )
-        (signal,) = signals
-        return named[signal].detach().clone(), lambda values: call({**repeated(len(values)), signal: values})
-    embedding = _embedding(model)
-    with torch.no_grad():
-        values = embedding(named[ids]).detach().clone()
-
-    # A model may look its tokens up through another module that shares the table.
-    weight = getattr(embedding, "weight", None)
-    lookups = [one for one in model.modules() if one is embedding or getattr(one, "weight", embedding) is weight]
-    lookups = [one for one in lookups if isinstance(one, torch.nn.Embedding) or one is embedding]
-
-    thread = threading.get_ident()  # another thread may run the same model on an input of its own
-
-    def replaced(values: torch.Tensor, output: Any) -> Any:
-        own = threading.get_ident() == thread and output.shape == values.shape
-        return values if own else output
-
-    def run(values: torch.Tensor) -> Any:
-        hooks = [one.register_forward_hook(lambda module, args, output: replaced(values, output)) for one in lookups]
-        try:
-            return call(repeated(len(values)))
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    return values, run
-
-
 def _beginning(
     path_from: PathFrom, values: torch.Tensor, trace: Trace, model: torch.nn.Module, inputs: Inputs
 ) -> torch.Tensor:
@@ -299,23 +260,15 @@ def _beginning(
             f"path_from={path_from!r} is no beginning for an input of shape {tuple(values.shape)}: give 'zeros', for "
             "an image 'blur', for a text the id of a token such as tokenizer.unk_token_id"
         )
-    embedding = _embedding(model)
-    words = getattr(embedding, "num_embeddings", path_from + 1)
+    words = getattr(lookups(model)[0], "num_embeddings", path_from + 1)
     if not 0 <= path_from < words:
         raise ValueError(f"path_from={path_from} is no token: the model knows those from 0 to {words - 1}")
+    if trace.decoder_start is not None:
+        raise ValueError(f"path_from={path_from} is for one text, and there are an encoder's and a decoder's: 'zeros'")
     ordinary = torch.tensor([role != "special" for role in trace.roles], device=ids.device)
-    with torch.no_grad():
-        return embedding(ids.masked_fill(ordinary, path_from))
-
-
-def _embedding(model: Any) -> torch.nn.Module:
-    try:
-        return model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        found = next((module for module in model.modules() if isinstance(module, torch.nn.Embedding)), None)
-    if found is None:
-        raise ValueError(f"{type(model).__name__} has no embedding of tokens that a gradient could be taken to")
-    return found
+    blank = ids.masked_fill(ordinary, path_from)
+    found = looked_up(model, blank if isinstance(inputs, torch.Tensor) else {**inputs, "input_ids": blank})
+    return joined(arranged(trace, found), found)
 
 
 def _per_token(trace: Trace, values: torch.Tensor) -> torch.Tensor:
@@ -353,6 +306,6 @@ def _relevance(
         layers=(len(trace.layers) - 1,),
         grid=trace.grid,
         words=trace.words,
-        recipe=trace.recipe(method, dict(settings), dict(checks), target=target),
+        recipe=trace.recipe(method, dict(settings), dict(checks), target=target, parts=trace.parts),
         rows="target",
     )

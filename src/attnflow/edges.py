@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 # Queries whose gradients are looked at together, where all of them are.
 _ROWS = 256
 
-# What a trace must hold for some edges: gradients of a target, `capture(..., target=)`; the values, the block around
-# each call with them, or the relevance that the block carries, `capture(..., keep=)`.
-Need: TypeAlias = Literal["gradient", "values", "block", "relevance"]
+# What a trace must hold for some edges: gradients of a target, `capture(..., target=)`, also of the score that each
+# layer gives, `capture(..., at_each_layer=True)`; the values, the block around each call, or the relevance that the
+# block carries, `capture(..., keep=)`.
+Need: TypeAlias = Literal["gradient", "gradient at each layer", "values", "block", "relevance"]
 
 # What a position keeps of itself: the weight r of the identity in (1 - r) W + r I, which "measured" takes from the
 # block around attention, query by query (`contributions.kept_share`); or "add" for W + I.
@@ -69,6 +70,11 @@ def uniform(call: AttentionLike, queries: list[int]) -> torch.Tensor:
 def gradient(call: AttentionLike, queries: list[int]) -> torch.Tensor:
     """The gradient of the target with respect to the weights, at 0 or more; none to keys that a query may not see."""
     return _gradient(call, queries).clamp_min(0) * call.visible(queries)
+
+
+def gradient_at_layer(call: AttentionLike, queries: list[int]) -> torch.Tensor:
+    """The same of the target's score as the layer's own output gives it, in the place of the last block's output."""
+    return _known(call).of(queries, at_layer=True).clamp_min(0) * call.visible(queries)
 
 
 def gradient_x_attention(call: AttentionLike, queries: list[int]) -> torch.Tensor:
@@ -127,7 +133,14 @@ _RELEVANCE: frozenset[Need] = frozenset({"gradient", "relevance"})
 EDGES: dict[str, Edges] = {
     "attention": Edges(attention, "A", "Vaswani et al. 2017", 0.5, shares=True),
     "uniform": Edges(uniform, "1 / visible keys", "attnflow", 0.5, shares=True),
-    "gradient": Edges(gradient, "dA+", "Azarkhalili & Libbrecht 2025; Bousselham et al. 2025", 0.0, _GRADIENT),
+    "gradient": Edges(gradient, "dA+", "Azarkhalili & Libbrecht 2025", 0.0, _GRADIENT),
+    "gradient-at-layer": Edges(
+        gradient_at_layer,
+        "(dA of the layer's own score)+",
+        "Bousselham et al. 2025 (LeGrad)",
+        0.0,
+        frozenset({"gradient", "gradient at each layer"}),
+    ),
     "gradient-x-attention": Edges(gradient_x_attention, "(A dA)+", "Chefer et al. 2021, equation 5", "add", _GRADIENT),
     "signed-gradient-x-attention": Edges(
         signed_gradient_x_attention, "A dA", "Hao et al. 2021, at the input itself", "add", _GRADIENT, signed=True

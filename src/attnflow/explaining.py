@@ -14,7 +14,7 @@ from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.rules import LRP, RULES
 from attnflow.capturing.target import Target, has_logits, norm_at
 from attnflow.graph import Settings
-from attnflow.methods import METHODS, read_out, relevance
+from attnflow.methods import METHODS, kept_for, read_out, relevance
 from attnflow.trace import Trace
 
 Progress = Callable[[int, int], object]
@@ -61,8 +61,8 @@ def explain(
 
     model, inputs: as `attnflow.capture` takes them, with its settings, such as tokenizer and target.
     method: a name in `METHODS`, or in `BASELINES` of those that need the inputs alone; of several the answer is a
-    dictionary. The model runs once for all methods, and once more for each baseline; once more where no target is given
-    to methods that need one.
+    dictionary. The model runs once for all methods and plain gradients, and more for every other baseline; once more
+    where no target is given to methods that need one.
     target: of methods that need gradients. Unless told otherwise it is "predicted" of a model that returns logits, and
     of others the Euclidean norm of what they return at the read-out.
     query: unless told otherwise the position that the output is read from, or all where it is read from several; all
@@ -79,8 +79,7 @@ def explain(
     check_methods(names, target)
     capturing: Any = {name: value for name, value in settings.items() if name in CaptureSettings.__annotations__}
     carrying: Any = {name: value for name, value in settings.items() if name not in capturing}
-    if carrying.get("residual") == "measured":
-        capturing["keep"] = "block"
+    capturing |= kept_for(names, carrying.get("residual")) | entered_for(names, capturing)
     carrying |= {"receptive_field": receptive_field, "progress": progress}
     if carrying.get("layer") is not None and any(name in (*RULES, "lrp") for name in names):
         if len(names) > 1 or not isinstance(method, str):
@@ -116,21 +115,32 @@ def is_targeted(name: str) -> bool:
     return name not in METHODS or "gradient" in METHODS[name].needs
 
 
+def entered_for(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The setting of `capture` by which some baselines need no pass of their own, where it can be had."""
+    plain = settings.get("rules") is None and settings.get("generate") is None
+    return {"entered": True} if plain and any(name in BASELINES and BASELINES[name].entered for name in names) else {}
+
+
 def captured(
     model: Any, inputs: Any, names: Sequence[str], target: Target | None, settings: CaptureSettings
 ) -> tuple[Trace, Target | None]:
-    """The trace that some methods need, and the target that was chosen for them where none was given."""
-    if any("block" in METHODS[name].needs for name in names if name in METHODS):
-        settings = {**settings, "keep": "block"}
+    """The trace that some methods need, and the target that was chosen for them where none was given.
+
+    settings: of `capture`, those of `kept_for` among them.
+    """
     if not any(map(is_targeted, names)):
         return capture(model, inputs, **settings), None
     if target is None and settings.get("generate") is not None:
         raise ValueError("several tokens are written, and a target is of one: say with target= which, or a function")
     if target is None:
-        plain: Any = {name: value for name, value in settings.items() if name not in ("rules", "keep")}
-        seen = capture(model, inputs, **plain)
-        target = "predicted" if has_logits(seen.output) else norm_at(seen.readout, seen.decoder_start or 0)
+        plain: CaptureSettings = {**settings, "at_each_layer": False, "entered": False, "rules": None, "keep": None}
+        target = usual_target(capture(model, inputs, **plain))
     return capture(model, inputs, **{**settings, "target": target}), target
+
+
+def usual_target(trace: Trace) -> Target:
+    """What is explained where no target is given: the predicted class, or the norm of what the model returns."""
+    return "predicted" if has_logits(trace.output) else norm_at(trace.readout, trace.decoder_start or 0)
 
 
 def answer(
@@ -140,6 +150,11 @@ def answer(
     if name in METHODS:
         given: Any = {"query": read_out(name, trace), **settings}
         return relevance(trace, name, **given)
+    if trace.generated_from is not None:
+        raise ValueError(
+            f"{name} explains one pass over what it is given, and generate= adds what the model wrote: give prompt and "
+            "answer together as the input, with target=Answer(ids) for the answer"
+        )
     module, bound = module_of(model)
     args, named = arguments(module, inputs, tokenizer)
     entered: torch.Tensor | Mapping[str, Any] = args[0] if args else {**bound, **named}

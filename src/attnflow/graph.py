@@ -225,6 +225,8 @@ def _edges(name: str, trace: Trace) -> Edges:
         raise ValueError(f"{name} needs the gradient of a target: capture(model, inputs, target=...)")
     if "relevance" in EDGES[name].needs:
         _check_relevance(name, trace)
+    if "gradient at each layer" in EDGES[name].needs and not _at_each_layer(trace):
+        raise ValueError(f"{name} needs the score at each layer: capture(model, inputs, target=, at_each_layer=True)")
     if {"values", "block"} & EDGES[name].needs:
         _check_blocks(name, trace)
     return EDGES[name]
@@ -237,6 +239,12 @@ def _check_relevance(what: str, trace: Trace) -> None:
             f"{what} needs the relevance that every block carries: capture(model, inputs, target=..., rules='cp-lrp', "
             "keep='relevance')"
         )
+
+
+def _at_each_layer(trace: Trace) -> bool:
+    """Whether a trace holds the gradients of the score that each layer gives."""
+    calls = [call for layer in trace.layers for call in calls_of(layer)]
+    return all(call.gradient is not None and call.gradient.at_layer is not None for call in calls)
 
 
 def _check_blocks(what: str, trace: Trace) -> None:

@@ -24,18 +24,22 @@ class WeightsGradient:
 
     The weighted values are W V, so dW = dO V^T per head, exactly, with no graph through the weights.
     Shapes: output (head, query, dim), the gradient dO with respect to the weighted values; v (head, key, dim).
+    at_layer (head, query, dim): as output, of the score that the layer's own output gives, if that was asked for.
     """
 
     output: torch.Tensor
     v: torch.Tensor
+    at_layer: torch.Tensor | None = None
 
-    def of(self, queries: slice | list[int]) -> torch.Tensor:
+    def of(self, queries: slice | list[int], *, at_layer: bool = False) -> torch.Tensor:
         """The gradient (head, query, key) for some queries, in float32 or better."""
         import torch
 
+        output = self.at_layer if at_layer else self.output
+        assert output is not None  # `attention_graph` refuses traces without
         precision = torch.promote_types(self.v.dtype, torch.float32)
-        v = self.v.to(precision).repeat_interleave(self.output.shape[0] // self.v.shape[0], dim=0)
-        return self.output[:, queries].to(precision) @ v.mT
+        v = self.v.to(precision).repeat_interleave(output.shape[0] // self.v.shape[0], dim=0)
+        return output[:, queries].to(precision) @ v.mT
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
@@ -32,7 +32,7 @@ class Method:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a trace must hold: the "gradient" of a target, the "block" around each call of attention."""
+        """What a trace must hold, as `EDGES` names it; the "block" also where the residual is measured."""
         measured = self.settings.get("residual") == "measured"
         return EDGES[self.edges].needs | (frozenset({"block"}) if measured else frozenset())
 
@@ -72,7 +72,8 @@ METHODS: dict[str, Method] = {
     "generalized-attention-flow": Method(
         "gradient-x-attention", "barrier-flow", "Azarkhalili & Libbrecht 2025", {"residual": 0.0}
     ),
-    "legrad": Method("gradient", "sum", "Bousselham et al. 2025", {"residual": 0.0}),
+    "legrad": Method("gradient-at-layer", "sum", "Bousselham et al. 2025", {"residual": 0.0}),
+    "legrad-final-score": Method("gradient", "sum", "after Bousselham et al. 2025", {"residual": 0.0}),
     "gmar": Method("gradient-weighted-heads", "product", "Jo et al. 2025"),
     "measured-rollout": Method("attention", "product", "after Kobayashi et al. 2021", {"residual": "measured"}),
     "measured-flow": Method("attention", "flow", "after Kobayashi et al. 2021", {"residual": "measured"}),
@@ -90,7 +91,7 @@ LEAK = 1e-3
 
 # What the command line takes for a job unless told otherwise: the best of the league (docs/studies/league.md) of the
 # methods that need no target; given arrays are no job of a study, and have the paper's method.
-DEFAULTS: dict[str, str] = {"text": "raw", "image": "raw", "written": "raw", "array": "rollout"}
+DEFAULTS: dict[str, str] = {"text": "raw", "image": "raw", "written": "raw", "array": "rollout", "target": "cp-lrp"}
 
 
 def relevance(
@@ -166,6 +167,16 @@ def relevance(
     if not any(carried.checks):
         return found
     return found.with_checks({"layers": carried.checks} if graph.settings["layer"] == "all" else carried.checks[0])
+
+
+def kept_for(methods: Iterable[str], residual: Any = None) -> dict[str, Any]:
+    """The settings of `capture` by which a trace holds what some methods need, beside the gradients of a target.
+
+    methods: those of `METHODS` count. residual: that they are given.
+    """
+    needs = frozenset[str]().union(*(METHODS[name].needs for name in methods if name in METHODS))
+    kept: dict[str, Any] = {"keep": "block"} if "block" in needs or residual == "measured" else {}
+    return kept | ({"at_each_layer": True} if "gradient at each layer" in needs else {})
 
 
 def read_out(method: str, trace: Trace) -> Query:
@@ -299,7 +310,10 @@ def relevance_of(method: str, graph: AttentionGraph, scores: Sequence[Any], rows
     """The answer of a method, from the scores (row, token) of each explained layer, with its recipe."""
     stacked = np.stack([np.asarray(x.cpu() if hasattr(x, "cpu") else x, dtype=np.float64) for x in scores])
     own = graph.tokens is graph.trace.tokens
-    target = graph.trace.target if "gradient" in graph.edges.needs else None
+    target = dict(graph.trace.target or {}) if "gradient" in graph.edges.needs else None
+    if target is not None and "gradient at each layer" in graph.edges.needs:
+        target["at_each_layer"] = True
+    parts = graph.trace.parts if own else None
     kind = "generated" if rows == "query" and graph.answers != graph.queries else rows
     return Relevance(
         scores=stacked if graph.settings["layer"] == "all" else stacked[0],
@@ -310,6 +324,6 @@ def relevance_of(method: str, graph: AttentionGraph, scores: Sequence[Any], rows
         layers=graph.explained,
         grid=graph.trace.grid if own else None,
         words=graph.trace.words if own else None,
-        recipe=graph.trace.recipe(method, graph.settings, edges=graph.edges.formula, target=target),
+        recipe=graph.trace.recipe(method, graph.settings, edges=graph.edges.formula, target=target, parts=parts),
         rows=kind,
     )

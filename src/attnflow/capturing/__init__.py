@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack, get_args
 
 import torch
 
-from attnflow.capturing import checkpoints, examples, generation, huggingface, structure
+from attnflow.capturing import checkpoints, each_layer, examples, generation, huggingface, structure
 from attnflow.capturing.calls import Keep
 from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.naming import Labelled, Names
@@ -19,9 +19,9 @@ from attnflow.capturing.recorder import Recording, WeightsOf, record
 from attnflow.capturing.replay import Pass
 from attnflow.capturing.rules import RULES
 from attnflow.capturing.structure import Mixers, Structure
-from attnflow.capturing.target import Answer, Chosen, Target, resolved
+from attnflow.capturing.target import Answer, Chosen, Target, asked, resolved
 from attnflow.layers import Layer
-from attnflow.trace import Trace
+from attnflow.trace import Entered, Trace
 
 
 class CaptureSettings(TypedDict, total=False):
@@ -38,6 +38,8 @@ class CaptureSettings(TypedDict, total=False):
     tower: str | None
     rules: str | None
     keep: Keep | None
+    at_each_layer: bool
+    entered: bool
 
 
 def capture(model: torch.nn.Module, inputs: Any, **settings: Unpack[CaptureSettings]) -> Trace:
@@ -70,6 +72,8 @@ def capture_batch(
     tower: str | None = None,
     rules: str | None = None,
     keep: Keep | None = None,
+    at_each_layer: bool = False,
+    entered: bool = False,
 ) -> list[Trace]:
     """Run a model once and keep what it attended to: one trace per example, its padding removed.
 
@@ -114,6 +118,12 @@ def capture_batch(
     leaves every block, token by token, and what biases took; it needs a model with one stream. Without keep a pass
     costs nothing more.
 
+    at_each_layer: with a target, keep for each layer also the gradient of the score that its own output gives, in the
+    place of the last block's output (what LeGrad looks at); where no such place is found, an error says why.
+
+    entered: with a target, keep also its gradient with respect to what the one example enters as, the embedding of its
+    tokens or its pixels, from the same backward pass: gradient baselines then need no pass of their own.
+
     An encoder-decoder gives one joint trace over the positions of both, the encoder's first: rollout and flow from a
     decoder's position reach down through cross-attention to the encoder's input. Text and an image in one stream give
     the text first. Windows, frames and merged patches (Swin, TimeSformer) are placed on the whole grid; for that the
@@ -138,6 +148,7 @@ def capture_batch(
         written = generation.written(model, args, kwargs, generate)
         same: CaptureSettings = {"tokenizer": tokenizer, "tokens": tokens, "target": target, "layers": layers}
         same |= {"weights": weights, "prove": prove, "mixers": mixers, "tower": tower, "rules": rules, "keep": keep}
+        same |= {"at_each_layer": at_each_layer, "entered": entered}
         return [_answer(model, one, start, same) for one, start in written]
     ids = huggingface.input_ids(args, kwargs)
     if ids is not None:
@@ -146,13 +157,17 @@ def capture_batch(
         target = resolved(target, model, kwargs.get("decoder_input_ids", ids))
     if rules is not None and target is None:
         raise ValueError(f"rules={rules!r} say how gradients of a target are taken, and there is none: give target=")
+    if at_each_layer and (target is None or weights is not None):
+        raise ValueError("at_each_layer=True keeps gradients of a target: give target=, and leave out weights=")
+    if entered and (target is None or rules is not None):
+        raise ValueError("entered=True keeps the plain gradient of a target: give target=, and leave out rules=")
     if rules is not None and rules not in RULES:
         raise ValueError(f"rules {rules!r} are unknown; choose one of {', '.join(RULES)}")
     if keep == "relevance" and rules is None:
         raise ValueError("keep='relevance' is relevance under rules: give target= and rules='cp-lrp'")
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
     how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights), "tower": tower, "rules": rules}
-    how["keep"] = keep
+    how |= {"keep": keep, "entered": entered}
     asks = prove and weights is None
     known = structure.known(model, args, kwargs, tower) if asks else None
     recording, output = record(model, args, kwargs, chosen, compared=asks and known is None, **how)
@@ -161,6 +176,9 @@ def capture_batch(
         if known is not None:  # another structure on inputs of the same shapes
             recording, output = record(model, args, kwargs, chosen, compared=True, **how)
         found = structure.find(Pass(model, args, kwargs, recording), asks=asks, mixers=mixers)
+    if at_each_layer:
+        assert chosen is not None  # refused above
+        each_layer.add_gradients(Pass(model, args, kwargs, recording), found.flow, chosen, rules)
     facts = _model_facts(model) | {"proofs": found.facts}
     if layers is not None:
         numbers = range(len(found.flow.steps))[how["layers"]]
@@ -173,10 +191,18 @@ def capture_batch(
             f"rules={rules!r} have none for {', '.join(recording.without_rule)}: gradients went through as they are",
             stacklevel=2,
         )
-    return [
+    traces = [
         Trace(own, *labelled, output, facts, chosen and chosen.facts(index) | by_rules, reads=reads)
         for index, (own, labelled, reads) in enumerate(_examples(recording, found, kwargs, names))
     ]
+    if not entered:
+        return traces
+    if len(traces) > 1:
+        raise ValueError(f"entered=True takes one example; the model was given {len(traces)}")
+    assert target is not None  # refused above
+    assert chosen is not None
+    values, gradients = zip(*recording.entered, strict=True) if recording.entered else ((), ())
+    return [replace(traces[0], entered=Entered(values, gradients, (asked(target).of(0), chosen.settled.of(0))))]
 
 
 def _examples(

@@ -59,8 +59,9 @@ class FusedCall:
     Shapes: q (outer, outer, query, dim); k, v (outer, fewer or as many, key, dim), where fewer are grouped-query
     attention; mask broadcastable to (outer, outer, query, key), True where attention is allowed if boolean, else added
     to the logits; gradient, of the target with respect to the weighted values, (outer, outer, query, dim).
-    keeps_values: whether the layers that are made of it hold their values. around, carried: the block, and the
-    relevance of all rows of the stream beside it, if they were asked for.
+    at_layer: the same of the score that the layer's own output gives, if that was asked for. keeps_values: whether the
+    layers that are made of it hold their values. around, carried: the block, and the relevance of all rows of the
+    stream beside it, if they were asked for.
     """
 
     module: str
@@ -72,6 +73,7 @@ class FusedCall:
     causal: bool
     out_projection: OutProjection | None = None
     gradient: torch.Tensor | None = None
+    at_layer: torch.Tensor | None = None
     keeps_values: bool = False
     around: Surroundings | None = None
     carried: Carried | None = None
@@ -89,7 +91,7 @@ class FusedCall:
         of_keys = shared if repeats == group else [(first, second // group) for first, second in rows]
         gradient = None
         if self.gradient is not None and self.v is not None:
-            gradient = WeightsGradient(_take(self.gradient, rows), _take(self.v, of_keys))
+            gradient = WeightsGradient(_take(self.gradient, rows), _take(self.v, of_keys), _taken(self.at_layer, rows))
         mask = None if self.mask is None else _take(self.mask, rows)
         q, k = _take(self.q, rows), _take(self.k, of_keys)
         values = _take(self.v, of_keys) if self.keeps_values and self.v is not None else None
@@ -104,11 +106,11 @@ class FusedCall:
             return output.reshape(*self.q.shape[:3], -1)
         return output.transpose(0, 1)[:, None] if output.ndim == 3 else output[None, None]
 
-    def with_gradient(self, gradient: torch.Tensor) -> FusedCall:
+    def with_gradient(self, gradient: torch.Tensor, *, at_layer: bool = False) -> FusedCall:
         """The call with the gradient with respect to what it returned."""
-        if self.out_projection is not None:
-            return replace(self, gradient=self.out_projection.parted(gradient, self.q.shape[1]))
-        return replace(self, gradient=self.rows_of(gradient))
+        joined = self.out_projection
+        own = self.rows_of(gradient) if joined is None else joined.parted(gradient, self.q.shape[1])
+        return replace(self, at_layer=own) if at_layer else replace(self, gradient=own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +118,8 @@ class WeightedSum:
     """Values multiplied by weights that a model computed itself.
 
     Shapes: weights (outer, outer, query, key); v (outer, outer, key, dim); gradient as in `FusedCall`. arrange: from
-    what the multiplication returned to (outer, outer, query, dim). keeps_values, around, carried: as in `FusedCall`.
+    what the multiplication returned to (outer, outer, query, dim). at_layer, keeps_values, around, carried: as in
+    `FusedCall`.
     """
 
     module: str
@@ -124,6 +127,7 @@ class WeightedSum:
     v: torch.Tensor | None
     arrange: Callable[[torch.Tensor], torch.Tensor]
     gradient: torch.Tensor | None = None
+    at_layer: torch.Tensor | None = None
     keeps_values: bool = False
     around: Surroundings | None = None
     carried: Carried | None = None
@@ -137,7 +141,7 @@ class WeightedSum:
         """As `FusedCall.take`."""
         gradient = None
         if self.gradient is not None and self.v is not None:
-            gradient = WeightsGradient(_take(self.gradient, rows), _take(self.v, rows))
+            gradient = WeightsGradient(_take(self.gradient, rows), _take(self.v, rows), _taken(self.at_layer, rows))
         values = _take(self.v, rows) if self.keeps_values and self.v is not None else None
         block = None if self.around is None else self.around.take(rows)
         weights = _take(self.weights, rows)
@@ -147,9 +151,10 @@ class WeightedSum:
         """What the call returned as (outer, outer, query, dim)."""
         return self.arrange(output)
 
-    def with_gradient(self, gradient: torch.Tensor) -> WeightedSum:
+    def with_gradient(self, gradient: torch.Tensor, *, at_layer: bool = False) -> WeightedSum:
         """The call with the gradient with respect to what it returned."""
-        return replace(self, gradient=self.rows_of(gradient))
+        own = self.rows_of(gradient)
+        return replace(self, at_layer=own) if at_layer else replace(self, gradient=own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +167,10 @@ class LeftOut:
 
 Kept: TypeAlias = FusedCall | WeightedSum
 Call: TypeAlias = Kept | LeftOut
+
+
+def _taken(x: torch.Tensor | None, rows: Rows) -> torch.Tensor | None:
+    return None if x is None else _take(x, rows)
 
 
 def _take(x: torch.Tensor, rows: Rows) -> torch.Tensor:

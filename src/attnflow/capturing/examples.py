@@ -128,12 +128,15 @@ def _side_by_side(layers: Sequence[AttentionCall | AttentionWeights]) -> Attenti
     gradient = None
     if len(gradients) == len(layers):
         width = max(one.v.shape[-1] for one in gradients)
-        outputs = [F.pad(one.output, (0, width - one.output.shape[-1])) for one in gradients]
-        values = [
-            F.pad(one.v, (0, width - one.v.shape[-1])).repeat_interleave(len(one.output) // len(one.v), 0)
-            for one in gradients
-        ]
-        gradient = WeightsGradient(torch.cat(outputs), torch.cat(values))
+
+        def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([F.pad(part, (0, width - part.shape[-1])) for part in parts])
+
+        values = [one.v.repeat_interleave(len(one.output) // len(one.v), 0) for one in gradients]
+        at_layer = [one.at_layer for one in gradients if one.at_layer is not None]
+        gradient = WeightsGradient(
+            joined([one.output for one in gradients]), joined(values), joined(at_layer) if at_layer else None
+        )
     fused = [layer for layer in layers if isinstance(layer, AttentionCall)]
     first = layers[0]
     alike = {(layer.q.shape[1:], layer.k.shape[1:], layer.causal, id(layer.mask), layer.scale) for layer in fused}
@@ -246,7 +249,8 @@ def _among_kept(
     """Weights, or what they are made of, and their gradient, among the kept queries and keys."""
     gradient = layer.gradient
     if gradient is not None:
-        gradient = WeightsGradient(_among(gradient.output, queries), _among(gradient.v, keys))
+        at_layer = None if gradient.at_layer is None else _among(gradient.at_layer, queries)
+        gradient = WeightsGradient(_among(gradient.output, queries), _among(gradient.v, keys), at_layer)
     if isinstance(layer, AttentionWeights):
         weights = _among(layer.weights, queries)
         if keys.all():

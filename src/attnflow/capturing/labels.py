@@ -44,6 +44,17 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return found
 
 
+def replaced(values: Any, others: Mapping[torch.Tensor, torch.Tensor]) -> Any:
+    """Values with others in the place of some tensors, in tuples, lists and dictionaries."""
+    if isinstance(values, torch.Tensor):
+        return others.get(values, values)
+    if isinstance(values, dict):
+        return {name: replaced(value, others) for name, value in values.items()}
+    if type(values) in (tuple, list):
+        return type(values)(replaced(value, others) for value in values)
+    return values
+
+
 class Labels:
     """The labels of the tensors of one forward pass, kept while the tensors live.
 

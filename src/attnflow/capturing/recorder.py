@@ -28,9 +28,11 @@ from attnflow.capturing.calls import (
     from_sdpa,
     given_weights,
 )
+from attnflow.capturing.entrance import has_ids, lookups, signal_of
 from attnflow.capturing.inputs import fresh
-from attnflow.capturing.labels import Labels, tensors_in
+from attnflow.capturing.labels import Labels, replaced, tensors_in
 from attnflow.capturing.rules import Rules
+from attnflow.capturing.rules import gradients as gradients_of
 from attnflow.capturing.softmax import DIFFERENCE, WeightsByHand
 from attnflow.capturing.stream import Stream
 from attnflow.capturing.surroundings import Follower
@@ -71,6 +73,15 @@ class Source:
     ids: torch.Tensor | None = None
 
 
+class Visit(NamedTuple):
+    """One run of a module: where it began and ended among all that began, and the numbers of the calls in it."""
+
+    module: str
+    begin: int
+    end: int
+    calls: range
+
+
 class Fed(NamedTuple):
     """What feeds a call: labels of its queries, keys, values and mask; its own bit; the visit of its module."""
 
@@ -92,7 +103,9 @@ class Recording:
     that of all that went into it. constant: modules whose attention has values of no input. differences: the labels of
     tensors that were subtracted. random_state, drew: of torch, before the pass, and whether the pass drew any random
     number. dtype: of the first call. assumed: whether the calls are what the caller pointed at. tower: the module whose
-    calls alone are explained. without_rule: functions that gradients went through and that no rule covers.
+    calls alone are explained. visits: every run of a module, in the order in which they ended. entered: with its
+    gradient every tensor that the input entered as, if that was asked for. without_rule: functions that gradients went
+    through and that no rule covers.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
@@ -112,6 +125,8 @@ class Recording:
     assumed: bool = False
     tower: str | None = None
     without_rule: tuple[str, ...] = ()
+    visits: list[Visit] = field(default_factory=list[Visit])
+    entered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list["tuple[torch.Tensor, torch.Tensor]"])
 
     def settle(self) -> None:
         """Forget the modules that made tokens, but for those whose output every call is still fed by.
@@ -194,8 +209,9 @@ class Recorder(TorchFunctionMode):
     through untouched, and what is kept of them are references to their arguments, or with `copies` copies, for models
     that write into them later. With `weights_of`, only what it says is recorded. layers: the calls that are kept; of
     others only that they were made; tower: the module whose calls alone are kept and explained. compared: whether what
-    is needed to compare the pass with another is kept. keep: what else of every call, its values or its block. stream:
-    the rules that see what enters every block, if that was asked for.
+    is needed to compare the pass with another is kept. keep: what else of every call, its values or its block.
+    entered: whether gradients are taken to what the input enters as, too (`entrance`). stream: the rules that see what
+    enters every block, if that was asked for.
     """
 
     def __init__(
@@ -210,8 +226,11 @@ class Recorder(TorchFunctionMode):
         tower: str | None = None,
         keep: Keep | None = None,
         stream: Stream | None = None,
+        entered: bool = False,
     ) -> None:
         super().__init__()
+        self._entered: list[torch.Tensor] | None = [] if entered else None
+        self._lookups: list[torch.nn.Module] = []
         self._layers, self._weights_of, self._compared, self._copies = layers, weights_of, compared, copies
         self._outputs: list[torch.Tensor] | None = [] if gradients else None
         self._buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
@@ -224,6 +243,7 @@ class Recorder(TorchFunctionMode):
         self._stream = stream
         self.by_hand = WeightsByHand(self._labels)
         self._running, self._visits, self._visited = [""], [0], 0
+        self._calls_before: list[int] = []
         self._seen: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         self._thread = threading.get_ident()
         self._hooks: list[RemovableHandle] = []
@@ -255,6 +275,13 @@ class Recorder(TorchFunctionMode):
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give every input tensor a label of its own; the inputs that the model is to get."""
+        named = dict(enumerate(args)) | kwargs
+        if self._entered is not None and has_ids(named):
+            self._lookups = lookups(self._model)
+        elif self._entered is not None:
+            signal = named[signal_of(named)]
+            self._entered = [signal.detach().clone().requires_grad_()]
+            args, kwargs = replaced((args, kwargs), {signal: self._entered[0]})
         for x in dict.fromkeys(tensors_in((args, kwargs))):
             tokens = x.is_floating_point() and x.ndim in (2, 3)
             source = Source("input", self._seen["input"], tuple(x.shape[:-1]), "", 0) if tokens else None
@@ -283,6 +310,7 @@ class Recorder(TorchFunctionMode):
             self._running.append(name)
             self._visited += 1
             self._visits.append(self._visited)
+            self._calls_before.append(len(self.recording.calls))
 
     def _leave_module(self, name: str, module: torch.nn.Module, args: Any, *kwargs_and_output: Any) -> Any:
         # While another thread removes its hooks from a module, torch may call this one without keyword arguments.
@@ -290,12 +318,13 @@ class Recorder(TorchFunctionMode):
         if threading.get_ident() != self._thread:
             return None
         self._running.pop()
-        self._visits.pop()
+        calls = range(self._calls_before.pop(), len(self.recording.calls))
+        self.recording.visits.append(Visit(name, self._visits.pop(), self._visited, calls))
         with torch._C.DisableTorchFunction():  # pyright: ignore
             return self._left(name, module, args, kwargs, output)
 
     def _left(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Look at what a module returned: weights that were asked for, a lost label, tokens made of a signal.
+        """Look at what a module returned: weights that were asked for, a lost label, tokens made of a signal or ids.
 
         Returns what the model gets instead, or None.
         """
@@ -316,6 +345,11 @@ class Recorder(TorchFunctionMode):
             kinds = {source.kind for source in self.recording.sources(label)}
             if "convolution" in kinds and "embedding" not in kinds and not self.recording.callers(label):
                 return self._source("module", tuple(output.shape[:-1]), output)
+        if module in self._lookups and self._entered is not None:
+            self._entered.append(output if output.requires_grad else output.requires_grad_())
+            output = output.clone()  # which the model may write into
+            self._labels.set(output, self._labels.of(self._entered[-1]))
+            return output
         return None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -548,14 +582,20 @@ class Recorder(TorchFunctionMode):
         """
         assert self._outputs is not None
         recording = self.recording
-        nothing = [None] * len(self._outputs)
-        passages = None
+        entered, passages = self._entered or [], None
         if self._stream is not None and target.requires_grad:
             numbers = recording.explained
             passages = self._stream.passages(target, numbers, [recording.calls[number].module for number in numbers])
-        wanted = [*self._outputs, *(passages.wanted if passages is not None else ())]
-        gradients = torch.autograd.grad(target, wanted, allow_unused=True) if target.requires_grad else nothing
-        gradients, streams = gradients[: len(nothing)], gradients[len(nothing) :]
+        wanted = [*self._outputs, *entered, *(passages.wanted if passages is not None else ())]
+        found: Any = [None] * len(wanted)
+        if target.requires_grad:
+            found = gradients_of(target, wanted)
+        gradients = found[: len(self._outputs)]
+        streams = found[len(self._outputs) + len(entered) :]
+        recording.entered = [
+            (x.detach(), torch.zeros_like(x) if gradient is None else gradient)
+            for x, gradient in zip(entered, found[len(self._outputs) :], strict=False)
+        ]
         below = recording.reached(recording.read)
         for call, gradient, fed in zip(recording.calls, gradients, recording.fed, strict=True):
             if gradient is None and below & fed.bit:
@@ -617,14 +657,15 @@ def record(
     tower: str | None = None,
     rules: str | None = None,
     keep: Keep | None = None,
+    entered: bool = False,
 ) -> tuple[Recording, Any]:
     """Run the model once; the recording and the model's output.
 
     target: gives the scores (example,) of the model's output whose sum is differentiated with respect to what every
     call returned; each call then keeps the gradient of its own example's target. Without one no gradients are computed.
     Parameters' gradients are left as they were. rules: a set of `RULES`, by which gradients are taken. layers,
-    weights_of, compared, copies, tower, keep: see `Recorder`. A model that writes into what was kept runs once more,
-    and copies are kept.
+    weights_of, compared, copies, tower, keep, entered: see `Recorder`. A model that writes into what was kept runs
+    once more, and copies are kept.
 
     Raises ValueError if no attention call was seen, where the graph of gradients is cut, and where a block that was
     asked for is not found.
@@ -636,7 +677,7 @@ def record(
         )
     state = torch.get_rng_state()
     settings: dict[str, Any] = {"layers": layers, "weights_of": weights_of, "compared": compared, "tower": tower}
-    settings["keep"] = keep
+    settings |= {"keep": keep, "entered": entered}
     mode = None if rules is None else Stream(rules) if keep == "relevance" else Rules(rules)
     stream = mode if isinstance(mode, Stream) else None
     recorder = Recorder(model, gradients=target is not None, copies=copies, stream=stream, **settings)
@@ -649,7 +690,7 @@ def record(
             own_args, own_kwargs = recorder.given(own_args, own_kwargs)
             output = model(*own_args, **own_kwargs)
             recorder.finish(output)
-            scores = None if target is None else target(output)
+            scores = None if target is None else mode.scores(target, output) if mode else target(output)
             if scores is not None:
                 recorder.finish(scores)
         recorder.recording.without_rule = () if mode is None else tuple(sorted(mode.without_rule))
@@ -665,8 +706,7 @@ def record(
             return record(model, args, kwargs, target, copies=True, **settings)
         recorder.find_blocks()
         if scores is not None:
-            with nullcontext() if mode is None else mode.of(model):  # checkpointed blocks run again here
-                recorder.backward(scores.sum())
+            recorder.backward(scores.sum())
     return recorder.recording, output
 
 

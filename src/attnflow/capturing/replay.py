@@ -11,7 +11,7 @@ import torch
 
 from attnflow.capturing.calls import Kept, WeightedSum
 from attnflow.capturing.inputs import fresh
-from attnflow.capturing.labels import tensors_in
+from attnflow.capturing.labels import replaced, tensors_in
 from attnflow.capturing.recorder import Attending, Recorder, Recording, Source, digest, eagerly
 
 # How much of a vector must change for it to be changed, beyond what rounding does in its precision.
@@ -65,7 +65,7 @@ class Replay(Recorder):
             for number, x in enumerate(inputs)
             if ("input", number) in self._masks
         }
-        args, kwargs = _replaced((args, kwargs), others)
+        args, kwargs = replaced((args, kwargs), others)
         return super().given(args, kwargs)
 
     def _changed(self, source: Source, output: torch.Tensor) -> torch.Tensor:
@@ -120,16 +120,6 @@ def _with_other_rows(call: Kept, output: torch.Tensor, rows: torch.Tensor) -> to
     chosen = numbers[wanted]
     flat[chosen] += _noise(flat)[chosen]
     return flat.reshape(output.shape)
-
-
-def _replaced(values: Any, others: Mapping[torch.Tensor, torch.Tensor]) -> Any:
-    if isinstance(values, torch.Tensor):
-        return others.get(values, values)
-    if isinstance(values, dict):
-        return {name: _replaced(value, others) for name, value in values.items()}
-    if type(values) in (tuple, list):
-        return type(values)(_replaced(value, others) for value in values)
-    return values
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.checkpoint import CheckpointError
 
 from attnflow.capturing.calls import multi_head_mask
 
@@ -76,6 +77,19 @@ class _Scaled(torch.autograd.Function):
         return None, gradients[0] * factor, None
 
 
+def gradients(score: torch.Tensor, wanted: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a score, None of what it does not depend on.
+
+    Raises ValueError for checkpointed blocks under rules: they run again in the backward pass, where no rule holds.
+    """
+    try:
+        return torch.autograd.grad(score, wanted, allow_unused=True)
+    except CheckpointError:
+        raise ValueError(
+            "gradient checkpointing runs blocks again without the rules: switch it off (gradient_checkpointing_disable)"
+        ) from None
+
+
 class Rules(TorchFunctionMode):
     """Runs a model under a rule set: `with Rules("cp-lrp").of(model) as rules: output = model(...)`.
 
@@ -85,6 +99,7 @@ class Rules(TorchFunctionMode):
     are neither linear nor in a rule.
 
     Parameters take no part in gradients here, so that a tensor needs a gradient just where it comes from the input.
+    `scores` computes a target, whose softmax is no attention: it keeps its own gradient.
     """
 
     def __init__(self, name: str, *, by_token: bool = False) -> None:
@@ -95,6 +110,7 @@ class Rules(TorchFunctionMode):
         self.by_token = by_token
         self.constants: list[torch.Tensor] = []
         self.without_rule: set[str] = set()
+        self._of_target = False
         self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor, bool]] = {}
         self._thread = threading.get_ident()  # another thread may run the same model, under no rules or its own
 
@@ -147,6 +163,23 @@ class Rules(TorchFunctionMode):
         if name not in _LINEAR:
             self.without_rule.add(resolve_name(func) or name)
         return func(*args, **kwargs)
+
+    def scores(self, target: Callable[[Any], torch.Tensor], output: Any) -> torch.Tensor:
+        """What a target makes of the model's output, inside the mode."""
+        self._of_target = True
+        try:
+            return target(output)
+        finally:
+            self._of_target = False
+
+    def weights(self, softmax: torch.Tensor) -> torch.Tensor:
+        """The result of a softmax as the rule set has it."""
+        if self.rule.weights == "own":
+            return softmax
+        if self._of_target:
+            self.without_rule.add("softmax of the target")
+            return softmax
+        return softmax.detach()
 
     def constant(self, x: Any, shape: Sequence[int] = ()) -> Any:
         """A tensor, or a number, that comes from no input, as a leaf that is kept; shape: of what it is added to."""
@@ -419,9 +452,32 @@ def _divided(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     return func(one, two.detach(), *args[2:], **{k: v for k, v in kwargs.items() if k != "other"})
 
 
+def _length(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _normalize(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
+    """A vector divided by its length, which is a constant."""
+    given = dict(inspect.signature(F.normalize).bind(*args, **kwargs).arguments)
+    return _unit(given["input"], given.get("p", 2.0), given.get("dim", 1), given.get("eps", 1e-12))
+
+
+def _cosine(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
+    """The product of two vectors divided by their lengths, which are constants."""
+    with torch.no_grad():
+        value = func(*args, **kwargs)
+    given = dict(zip(("x1", "x2", "dim", "eps"), args, strict=False)) | kwargs
+    dim, eps = given.get("dim", 1), given.get("eps", 1e-8)
+    units = tuple(_unit(given[name], 2.0, dim, eps) for name in ("x1", "x2"))
+    return _As.apply([value], _product(rules, torch.mul, units, {}).sum(dim))
+
+
+def _unit(x: torch.Tensor, p: float, dim: int, eps: float) -> torch.Tensor:
+    return x / torch.linalg.vector_norm(x.detach(), p, dim, keepdim=True).clamp_min(eps)
+
+
 def _softmax(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
-    output = func(*args, **kwargs)
-    return output.detach() if rules.rule.weights == "constant" else output
+    return rules.weights(func(*args, **kwargs))
 
 
 def _attention(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
@@ -521,9 +577,10 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _DIVISORS = {
     torch.rsqrt, torch.Tensor.rsqrt, torch.sqrt, torch.Tensor.sqrt, torch.std, torch.Tensor.std, torch.var,
-    torch.Tensor.var, torch.norm, torch.Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm, torch.reciprocal,
-    torch.Tensor.reciprocal, torch.std_mean, torch.var_mean,
+    torch.Tensor.var, torch.reciprocal, torch.Tensor.reciprocal, torch.std_mean, torch.var_mean,
 }  # fmt: skip
+# A Euclidean norm is its own linear map, x times x / |x|; where something is divided by it, it is a constant.
+_NORMS = {torch.norm, torch.Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm}
 _SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax}
 _DIVISIONS = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.true_divide, torch.Tensor.div_}
 
@@ -537,6 +594,10 @@ _RULES: dict[Any, Callable[[Rules, Any, Any, Any], Any]] = {
     **dict.fromkeys(_ADDED_TO, _bilinear),
     **dict.fromkeys(_SOFTMAXES, _softmax),
     **dict.fromkeys(_DIVISIONS, _divided),
+    **dict.fromkeys(_NORMS, _length),
+    F.normalize: _normalize,
+    F.cosine_similarity: _cosine,
+    torch.cosine_similarity: _cosine,
     **dict.fromkeys((torch.pow, torch.Tensor.pow, torch.Tensor.__pow__), _power),
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,

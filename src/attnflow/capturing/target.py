@@ -190,11 +190,12 @@ class Similarity(Asked):
 
     embedding: torch.Tensor
     pooling: Pooling = "output"
+    other: str = "a given one"
 
     @property
     def words(self) -> str:
         """Of what, and how it is pooled."""
-        return f"cosine similarity of the embedding ({_said(self.pooling)}) to a given one"
+        return f"cosine similarity of the embedding ({_said(self.pooling)}) to {self.other}"
 
     def scores(self, output: Any, mask: Any) -> torch.Tensor:
         """See `Asked`."""
@@ -329,6 +330,10 @@ class Chosen:
             raise ValueError(f"a target must give one score per example, a tensor (example,); it gave {shown}")
         self.scores = scores.detach().reshape(-1)
         return scores
+
+    def of_another(self, output: Any) -> torch.Tensor:
+        """The scores (example,) of another output, for what the target settled as; they are not remembered."""
+        return self.settled.scores(output, self._mask)
 
     def facts(self, index: int) -> dict[str, Any]:
         """The target of one example: its index among the logits, or words, and its score."""

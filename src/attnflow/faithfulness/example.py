@@ -21,7 +21,7 @@ from attnflow.faithfulness.journal import Entry
 from attnflow.faithfulness.metrics import METRICS, ScoreFunction, blank_out
 from attnflow.faithfulness.results import Failure, Row
 from attnflow.faithfulness.score import Score, image_score, remembered, text_score
-from attnflow.methods import METHODS, read_out
+from attnflow.methods import METHODS, kept_for, read_out
 from attnflow.methods import relevance as explained
 from attnflow.trace import Trace
 
@@ -58,7 +58,7 @@ class Example:
 
     inputs: what the model takes. target: a class, or a function of the output. positions: the tokens that may be
     removed. scores: for every metric that needs one, a score function that asks the model about each case once; and
-    under None the one that occlusion uses. mask (height, width), where the example has one.
+    under None the one that occlusion uses. mask (height, width), or marks (token,), where the example has any.
     """
 
     plan: Plan
@@ -90,12 +90,22 @@ class Example:
         removable = scores[list(self.positions)]
         if row.needs in ("gradient", "randomised"):
             return row.function(removable, others[row.needs][list(self.positions)])
-        if row.needs != "mask":
+        if row.needs not in ("mask", "marks"):
             return row.function(removable, self.scores[metric])
+        # A mask says where something is, not for what it speaks: of signed relevance the size is compared with it.
+        if row.needs == "marks":
+            return row.function(np.abs(removable)[None], self._marks(metric)[None])
         if self.mask is None or self.trace.grid is None:
             raise ValueError(f"{metric} needs images with masks: give data as (pixels, label, mask)")
-        # A mask says where something is, not for what it speaks: of signed relevance the size is compared with it.
         return row.function(np.abs(removable).reshape(self.trace.grid), self.mask)
+
+    def _marks(self, metric: str) -> NDArray[np.bool_]:
+        """Which of the tokens that may be removed are marked."""
+        tokens = len(self.trace.tokens)
+        if self.mask is None or self.mask.shape != (tokens,):
+            found = "no marks" if self.mask is None else f"marks of shape {self.mask.shape}"
+            raise ValueError(f"{metric} needs a text with marks ({tokens},), one for each token; there are {found}")
+        return self.mask[list(self.positions)]
 
 
 def opened(given: Given) -> Opened:
@@ -157,7 +167,7 @@ def randomised(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Example:
-    """The trace and the score functions of (text, label), (pixels, label) or (pixels, label, mask)."""
+    """The trace and the score functions of (text, label) or (pixels, label), with marks or a mask behind them."""
     content, label = data[:2]
     target: Any = plan.target
     if target == "label":
@@ -165,8 +175,10 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
             raise ValueError("the example has no label; give one, or target='predicted'")
         target = int(label)
     inputs = model_inputs(content, model, plan.tokenizer)
-    keep = "block" if any(_looks_at_blocks(name, plan) for name in plan.methods) else None
-    trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target, keep=keep)
+    kept: dict[str, Any] = {}
+    for name in plan.methods:
+        kept |= kept_for([name], plan.settings.get(name, {}).get("residual"))
+    trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target, entered=True, **kept)
     if not callable(target):
         named = {} if isinstance(inputs, torch.Tensor) else inputs
         settled = asked(resolved(target, model)).settled(trace.output, named.get("attention_mask")).of(0)
@@ -174,12 +186,6 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
     positions, scores = _scores(model, inputs, trace, target, plan)
     inside = np.asarray(data[2]) != 0 if len(data) > 2 else None
     return Example(plan, model, inputs, trace, target, positions, scores, inside)
-
-
-def _looks_at_blocks(name: str, plan: Plan) -> bool:
-    """Whether a method looks at the block around attention, by itself or as its settings say."""
-    measured = plan.settings.get(name, {}).get("residual") == "measured"
-    return measured or (name in METHODS and "block" in METHODS[name].needs)
 
 
 def model_inputs(content: Any, model: torch.nn.Module, tokenizer: Any) -> baselines.Inputs:

@@ -165,14 +165,14 @@ class Metric:
 
     direction: whether more ("up") or less ("down") is better. needs: what the function takes beside the relevance: a
     "score", a score that is 1 where the prediction is "correct", a "gradient" to correlate with, the relevance for a
-    "randomised" model, a "mask". kinds: the data that it is measured on when no metrics are named. image_blank: what
-    removed patches become.
+    "randomised" model, a "mask" of pixels, "marks" on tokens. kinds: the data that it is measured on when no metrics
+    are named. image_blank: what removed patches become.
     """
 
     function: Callable[..., float]
     direction: Literal["up", "down"]
-    needs: Literal["score", "correct", "gradient", "randomised", "mask"]
-    kinds: tuple[Literal["text", "image", "mask"], ...]
+    needs: Literal["score", "correct", "gradient", "randomised", "mask", "marks"]
+    kinds: tuple[Literal["text", "image", "mask", "marks"], ...]
     source: str
     image_blank: Literal["zero", "blur"] = "zero"
 
@@ -223,6 +223,13 @@ METRICS: dict[str, Metric] = {
     ),
     "pixel-auc": Metric(segmentation.pixel_auc, "up", "mask", ("mask",), "area under the ROC curve"),
     "pointing-game": Metric(segmentation.pointing_game, "up", "mask", ("mask",), "Zhang et al. 2016"),
+    "token-auc": Metric(segmentation.pixel_auc, "up", "marks", ("marks",), "area under the ROC curve, by tokens"),
+    "token-average-precision": Metric(
+        segmentation.average_precision, "up", "marks", ("marks",), "DeYoung et al. 2020: agreement with rationales"
+    ),
+    "token-pointing": Metric(
+        segmentation.pointing_game, "up", "marks", ("marks",), "Zhang et al. 2016, by tokens instead of pixels"
+    ),
 }
 
 

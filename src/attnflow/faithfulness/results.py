@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
+from attnflow.answer import PAGES
 from attnflow.faithfulness.metrics import METRICS
 from attnflow.files import named, plain, to_json, write_whole
 from attnflow.memory import check_memory
@@ -28,6 +30,8 @@ _COLUMNS = {
 }
 # What a row takes in memory as Python has it, however well it is packed in a file.
 _BYTES_OF_A_ROW = 400
+# Examples below which an interval is Student's.
+FEW = 30
 
 
 class Row(NamedTuple):
@@ -49,7 +53,7 @@ class Failure(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """One method's values of one metric: mean, deviation (n - 1), and the bootstrap interval of the mean.
+    """One method's values of one metric: mean, deviation (n - 1), and the interval of the mean (`interval`).
 
     direction: whether more ("up") or less ("down") is better. n: the examples counted. undefined: those left out
     because the metric is undefined on them.
@@ -67,6 +71,22 @@ class Summary(NamedTuple):
     undefined: int
 
 
+class Difference(NamedTuple):
+    """How far one method is from another on one metric: the mean over the examples that both have, and its interval.
+
+    An interval that holds 0 does not tell the two apart. n: the examples counted.
+    """
+
+    method: str
+    layer: int | None
+    than: str
+    metric: str
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """The rows of an evaluation, what failed, and the recipe: settings, seed, model, data and versions."""
@@ -82,26 +102,68 @@ class Evaluation:
     def summary(self, *, resamples: int = 1000, level: float = 0.95) -> list[Summary]:
         """One entry per method, layer and metric, in the order of the rows.
 
-        The interval holds the middle `level` of the means of `resamples` bootstrap samples of the examples, drawn from
-        the recipe's seed. Numbers that too few examples define are NaN.
+        The interval is that of `interval`, drawn from the recipe's seed. Numbers that too few examples define are NaN.
         """
-        groups: dict[tuple[str, int | None, str], list[float]] = {}
-        for row in self.rows:
-            groups.setdefault(row[1:4], []).append(row.value)
         rng = np.random.default_rng(self.recipe["seed"])
         entries: list[Summary] = []
-        for (method, layer, metric), everything in groups.items():
-            values = np.array([value for value in everything if not math.isnan(value)])
+        for (method, layer, metric), by_example in self._values().items():
+            values = np.array([value for value in by_example.values() if not math.isnan(value)])
             mean = float(values.mean()) if values.size else math.nan
             deviation = float(values.std(ddof=1)) if values.size > 1 else math.nan
-            low, high = _interval(values, resamples, level, rng)
-            counts = len(values), len(everything) - len(values)
+            low, high = interval(values, resamples, level, rng)
+            counts = len(values), len(by_example) - len(values)
             direction = METRICS[metric].direction
             entries.append(Summary(method, layer, metric, direction, mean, deviation, low, high, *counts))
         return entries
 
+    def differences(self, than: str | None = None, *, resamples: int = 1000, level: float = 0.95) -> list[Difference]:
+        """How far each method is from the method `than`, or from the best of each metric, example by example.
+
+        Of several layers of `than`, the best counts. The examples are resampled, not the methods, so that what is hard
+        for all does not widen the interval (a paired bootstrap). Where many methods are compared, one in twenty is told
+        apart by chance.
+
+        Raises ValueError for a method that was not measured.
+        """
+        groups = self._values()
+        means = {key: float(np.nanmean([*found.values(), math.nan])) for key, found in groups.items()
+                 if not all(map(math.isnan, found.values()))}  # fmt: skip
+        if than is not None and than not in {method for method, _, _ in groups}:
+            raise ValueError(
+                f"{than!r} was not measured; choose one of {', '.join(dict.fromkeys(k[0] for k in groups))}"
+            )
+        rng = np.random.default_rng(self.recipe["seed"])
+        entries: list[Difference] = []
+        for metric in dict.fromkeys(key[2] for key in means):
+            sign = 1 if METRICS[metric].direction == "up" else -1
+            others = [key for key in means if key[2] == metric and than in (None, key[0])]
+            if not others:
+                continue
+            best = max(others, key=lambda key: sign * means[key])
+            for key in (key for key in means if key[2] == metric and key != best):
+                pairs = [(value, groups[best].get(example, math.nan)) for example, value in groups[key].items()]
+                apart = np.array([one - other for one, other in pairs if not math.isnan(one - other)])
+                mean = float(apart.mean()) if apart.size else math.nan
+                ends = interval(apart, resamples, level, rng)
+                entries.append(Difference(key[0], key[1], best[0], metric, mean, *ends, len(apart)))
+        return entries
+
+    def _values(self) -> dict[tuple[str, int | None, str], dict[int, float]]:
+        """The values of each method, layer and metric, by example."""
+        groups: dict[tuple[str, int | None, str], dict[int, float]] = {}
+        for row in self.rows:
+            groups.setdefault(row[1:4], {})[row.example] = row.value
+        return groups
+
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a Parquet file, whole or not at all; failures are its rows with an error and no metric."""
+        """Write every value to a Parquet file, or by the suffix .html a page of the summary; whole or not at all.
+
+        Failures are rows of the file with an error and no metric; the page counts them.
+        """
+        if Path(path).suffix.lower() in PAGES:
+            from attnflow.reporting import report_evaluation
+
+            return report_evaluation(self, Path(path))
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -172,11 +234,18 @@ def _check(header: Any, columns: Mapping[str, str]) -> None:
         raise ValueError("its recipe has no seed")
 
 
-def _interval(
+def interval(
     values: NDArray[np.float64], resamples: int, level: float, rng: np.random.Generator
 ) -> tuple[float, float]:
+    """Where the mean of values (example,) lies: the middle `level` of the means of bootstrap samples of the examples.
+
+    Of fewer than 30 examples, whose bootstrap is too narrow, Student's t says it. NaN of fewer than two.
+    """
     if values.size < 2:
         return math.nan, math.nan
+    if values.size < FEW:
+        half = float(stats.t.ppf((1 + level) / 2, values.size - 1) * values.std(ddof=1) / math.sqrt(values.size))
+        return float(values.mean()) - half, float(values.mean()) + half
     means = [values[rng.integers(0, values.size, values.size)].mean() for _ in range(resamples)]
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

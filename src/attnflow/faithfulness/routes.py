@@ -19,7 +19,7 @@ from attnflow.capturing import capture
 from attnflow.capturing.target import Target
 from attnflow.graph import AttentionGraph, attention_graph
 from attnflow.intervening import Edge, How, knockout
-from attnflow.methods import METHODS
+from attnflow.methods import METHODS, kept_for
 from attnflow.propagate import cuts
 from attnflow.propagate.carriers import CARRIERS, capacities
 from attnflow.propagate.flow import flow
@@ -88,8 +88,7 @@ def route_test(
         _check(name)
     if draws < 1:
         raise ValueError(f"draws must be 1 or more; it is {draws}")
-    block = any("block" in METHODS[name].needs for name in wanted)
-    trace = capture(model, inputs, tokenizer=tokenizer, target=target, keep="block" if block else None)
+    trace = capture(model, inputs, tokenizer=tokenizer, target=target, **kept_for(wanted))
     open_ = _between_positions(trace)
     edges = list(zip(*(axis.tolist() for axis in open_.nonzero()), strict=True))
     if not 1 <= k <= len(edges):

@@ -63,9 +63,10 @@ def evaluate(
 ) -> Evaluation:
     """Measure how faithful methods are to a model on a data set, always beside random scores and the gradient.
 
-    data: (text, label) with a tokenizer; or (pixels, label) or (pixels, label, mask), with pixels (channel, height,
-    width) as the model takes them and a mask (height, width), nonzero inside. An example may also be a function without
-    arguments that returns it, called in its turn, so that a data set need not fit in memory.
+    data: (text, label) with a tokenizer, or (text, label, marks) with marks (token,), nonzero on the tokens where the
+    answer is known to lie, special tokens counted; (pixels, label) or (pixels, label, mask), with pixels (channel,
+    height, width) as the model takes them and a mask (height, width), nonzero inside. An example may also be a function
+    without arguments that returns it, called in its turn, so that a data set need not fit in memory.
     methods: names in METHODS or BASELINES. metrics: names in METRICS; None for all that fit the first example.
     target: the class explained: "predicted" by the model, the example's "label", an index, or a name. Or a pair (a, b)
     for a rather than b, another value of `capturing.target`, or a function of the model's output that returns one score
@@ -214,7 +215,8 @@ def until_first(examples: Iterator[Any]) -> tuple[list[Opened], tuple[Any, ...]]
 
 def _fitting(example: tuple[Any, ...]) -> tuple[str, ...]:
     """The metrics for data of the kind of one example."""
-    kinds = {"text" if isinstance(example[0], str) else "image"} | ({"mask"} if len(example) > 2 else set[str]())
+    text = isinstance(example[0], str)
+    kinds = {"text" if text else "image", *(["marks" if text else "mask"] if len(example) > 2 else [])}
     return tuple(name for name, row in METRICS.items() if kinds & set(row.kinds))
 
 
@@ -233,9 +235,15 @@ def _check(model: torch.nn.Module, first: tuple[Any, ...], plan: Plan) -> None:
     if model.training:
         raise ValueError("the model is in training mode, where its output is random: call model.eval() first")
     correct = [name for name in plan.metrics if METRICS[name].needs == "correct"]
-    masked = [name for name in plan.metrics if METRICS[name].needs == "mask"]
-    if masked and len(first) < 3:
-        raise ValueError(f"{masked[0]} needs images with masks: give data as (pixels, label, mask)")
+    for name in plan.metrics:
+        wants_text = METRICS[name].needs == "marks"
+        if METRICS[name].needs in ("mask", "marks") and (len(first) < 3 or text != wants_text):
+            kind = (
+                "texts with marks: give data as (text, label, marks)"
+                if wants_text
+                else ("images with masks: give data as (pixels, label, mask)")
+            )
+            raise ValueError(f"{name} needs {kind}")
     if correct and not isinstance(plan.target, int | str):
         raise ValueError(f"{correct[0]} asks whether the predicted class changes: the target must be a class")
 

@@ -98,18 +98,19 @@ def text_scale(scores: NDArray[np.float64], *, signed: bool = False) -> Scale:
     """The scale of a row of tokens: `scale`, but up to the largest score that is not dominant.
 
     Dominant are [CLS], a sink or the query's own position, where a tenth of the tokens at most (or two, of eight or
-    more) each hold more than four times what the next does: beside 0.6 the words of a long text are of 0.001.
+    more) each hold more than four times what the next does: beside 0.6 the words of a long text are of 0.001. Signed
+    scores are drawn whole: they share out one number, and what holds most of it is the answer.
     """
     found = _found(scores)
     ends = scale(scores, signed=signed)
     ranked = np.sort(np.abs(found))[::-1]
     few = min(max(2, len(ranked) // 10), len(ranked) // 4)
-    far = np.flatnonzero(ranked[:few] > DOMINANT * ranked[1 : few + 1]) if ends.even is None else ()
+    far = np.flatnonzero(ranked[:few] > DOMINANT * ranked[1 : few + 1]) if ends.even is None and not ends.signed else ()
     if len(far) == 0:
         return ends
     high = float(ranked[far[-1] + 1])
     highest = float(found[np.abs(found).argmax()])
-    return ends._replace(low=-high if ends.signed else 0.0, high=high, highest=highest)
+    return ends._replace(high=high, highest=highest)
 
 
 def patch_scale(patches: NDArray[np.float64], *, signed: bool = False) -> Scale:
