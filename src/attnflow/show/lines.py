@@ -75,7 +75,7 @@ def text_lines(relevance: Relevance | Sequence[Relevance]) -> Figure:
             f"{LONGEST:.0f} of a picture; explain fewer queries, or save .json"
         )
     above = wrapped(visible(heading), width, 10)
-    drawn = [scores if apart else scores[0]] if len(several) == 1 else scores
+    drawn = [scores if apart else scores[0]] if len(several) == 1 else list(scores)
     said = said_of(several, drawn, [ends] * len(several))
     below = foot_lines(said, [*shown, *labels], width)
     page = _Page(width, [0.2 * len(above) + 0.1, each * len(scores), BAR, FOOT_LINE * len(below)])
