@@ -178,6 +178,8 @@ def test_a_constant_map_is_chance():
 
 def value(name, relevance):
     row = METRICS[name]
+    if row.needs == "marks":
+        return row.function(relevance[None], np.array([[0, 1, 0, 1, 1, 0, 0, 0, 0, 0]], dtype=bool))
     if row.needs == "mask":
         return row.function(relevance.reshape(2, 5), np.array([[0, 1, 0, 1, 1], [0] * 5], dtype=bool).repeat(3, 0))
     if row.needs in ("gradient", "randomised"):
@@ -195,12 +197,12 @@ def test_direction_prefers_the_truth_to_its_opposite(name):
     assert better > worse if METRICS[name].direction == "up" else better < worse
 
 
-@pytest.mark.parametrize("name", [name for name, row in METRICS.items() if row.needs != "mask"])
+@pytest.mark.parametrize("name", [name for name, row in METRICS.items() if row.needs not in ("mask", "marks")])
 def test_only_the_order_counts(name):
     assert value(name, np.exp(3 * CONTRIBUTIONS)) == pytest.approx(value(name, CONTRIBUTIONS), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name, row in METRICS.items() if row.needs != "mask"])
+@pytest.mark.parametrize("name", [name for name, row in METRICS.items() if row.needs not in ("mask", "marks")])
 def test_constant_relevance_is_undefined(name):
     assert math.isnan(value(name, np.full(TOKENS, 0.1)))
 
@@ -211,7 +213,7 @@ def test_a_score_that_never_changes_leaves_correlation_undefined(rank):
     assert math.isnan(metrics.blank_out_correlation(np.array([1.0]), lambda keep: keep.mean(1), rank))
 
 
-@pytest.mark.parametrize("name", [name for name, row in METRICS.items() if row.needs != "mask"])
+@pytest.mark.parametrize("name", [name for name, row in METRICS.items() if row.needs not in ("mask", "marks")])
 @pytest.mark.parametrize("relevance", [np.ones((2, 3)), np.array([1.0, np.nan, 2.0])])
 def test_what_is_no_relevance_is_refused(name, relevance):
     with pytest.raises(ValueError, match="finite scores"):

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import attnflow
 from attnflow import capture
 from attnflow.baselines import BASELINES
-from attnflow.capturing.rules import RULES, Rules, _tried
+from attnflow.capturing.rules import LRP, RULES, Rules, _tried
 from attnflow.capturing.target import Direction, similarity_to
 from classifiers import small_bert, sst2, sst2_examples, tokenizer
 from families import FAMILIES
@@ -165,6 +166,66 @@ def test_a_function_without_a_rule_is_named():
         warnings.simplefilter("error")
         model.forward = lambda input_ids: model.head(model.layer(model.words(input_ids))[:, 0])
         assert attnflow.explain(model, ids, "cp-lrp").recipe["checks"]["completeness_error"] < 1e-4
+
+
+def test_a_function_without_a_rule_is_named_of_edges_too():
+    model = seeded(Odd())
+    with pytest.warns(UserWarning, match=r"rules='cp-lrp' have none for torch.sinh: gradients went through"):
+        trace = capture(model, {"input_ids": torch.arange(5)[None]}, target=1, rules="cp-lrp")
+    assert trace.target["without_rule"] == ["torch.sinh"]
+
+
+def test_lrp_is_one_of_the_sets():
+    model, ids = small_bert(), {"input_ids": torch.arange(5)[None]}
+    found = attnflow.explain(model, ids, "lrp", target=1)
+    np.testing.assert_array_equal(found.scores, attnflow.explain(model, ids, LRP, target=1).scores)
+    assert found.recipe["method"] == LRP
+    assert attnflow.explain(model, ids, "lrp", target=1, layer=0).recipe["target"]["rules"] == LRP
+
+
+@pytest.mark.parametrize("method", ["cp-lrp", "gradient-norm", "integrated-gradients"])
+def test_inference_mode_is_refused(method):
+    model, ids = small_bert(), {"input_ids": torch.arange(5)[None]}
+    trace = capture(model, ids)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"not to be had inside torch.inference_mode\(\)"):
+        BASELINES[method].function(trace, model, ids, target=1)
+
+
+def test_half_precision_sums_in_single(data):
+    """Relevance in bfloat16 differs from that in single precision by rounding alone."""
+    model, words = sst2(data)
+    text = sst2_examples(data, 1)[0][0]
+    single = attnflow.explain(model, text, "cp-lrp", tokenizer=words, target=1, layer="all")
+    half = attnflow.explain(model.bfloat16(), text, "cp-lrp", tokenizer=words, target=1, layer="all")
+    assert half.scores.dtype == np.float64
+    assert np.corrcoef(single.scores.ravel(), half.scores.ravel())[0, 1] > 0.98
+    assert half.recipe["checks"]["conservation"] < 0.1
+
+
+class Checkpointed(nn.Module):
+    """Runs each layer of an encoder under gradient checkpointing."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(16, 3)
+
+    def get_input_embeddings(self):
+        return self.words
+
+    def forward(self, input_ids):
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x[:, 0])
+
+
+def test_checkpointed_blocks_are_refused_in_a_line():
+    ids = {"input_ids": torch.arange(5)[None]}
+    for call in (attnflow.explain, lambda *args, **how: capture(*args[:2], rules="cp-lrp", **how)):
+        with pytest.raises(ValueError, match="gradient checkpointing runs blocks again without the rules"):
+            call(seeded(Checkpointed()), ids, "cp-lrp", target=1)
 
 
 def cosine(output):

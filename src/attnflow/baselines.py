@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from attnflow.answer import Relevance
 from attnflow.capturing.entrance import Inputs, arranged, entrance, has_ids, joined, looked_up, lookups
-from attnflow.capturing.rules import RULES, Rules
+from attnflow.capturing.rules import LRP, RULES, Rules, gradients
 from attnflow.capturing.target import Chosen, Target, asked, resolved
 from attnflow.trace import Trace
 
@@ -156,6 +156,7 @@ BASELINES: dict[str, Baseline] = {
     "gradient-sum": Baseline(gradient_sum, "inputs", "Abnar & Zuidema 2020, their code", entered=True),
     "gradient-x-input": Baseline(gradient_x_input, "inputs", "Shrikumar et al. 2016", entered=True),
     **{name: Baseline(partial(gradient_x_input, rules=name), "inputs", row.source) for name, row in RULES.items()},
+    "lrp": Baseline(partial(gradient_x_input, rules=LRP), "inputs", RULES[LRP].source),
     "integrated-gradients": Baseline(integrated_gradients, "inputs", "Sundararajan et al. 2017"),
     "occlusion": Baseline(occlusion, "changes", "Zeiler & Fergus 2014; Li et al. 2016"),
 }
@@ -215,7 +216,7 @@ def _gradient(
             score = (chosen(output) if mode is None else mode.scores(chosen, output)).sum()
         # autograd.grad asks for these gradients alone, so that parameters' .grad stay as they are.
         constants = [] if mode is None else mode.constants
-        found: list[torch.Tensor | None] = [*torch.autograd.grad(score, [values, *constants], allow_unused=True)]
+        found: list[torch.Tensor | None] = [*gradients(score, [values, *constants])]
     gradient, *others = found
     if gradient is None:
         raise ValueError("the target does not depend on the input, so that there is no gradient to explain it by")

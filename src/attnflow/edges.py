@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from attnflow import contributions
+from attnflow.conserved import conserved, entering
 from attnflow.layers import AttentionLike, Weigh
 
 if TYPE_CHECKING:
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 _ROWS = 256
 
 # What a trace must hold for some edges: gradients of a target, `capture(..., target=)`, also of the score that each
-# layer gives, `capture(..., at_each_layer=True)`; the values, or the block around each call, `capture(..., keep=)`.
-Need: TypeAlias = Literal["gradient", "gradient at each layer", "values", "block"]
+# layer gives, `capture(..., at_each_layer=True)`; the values, the block around each call, or the relevance that the
+# block carries, `capture(..., keep=)`.
+Need: TypeAlias = Literal["gradient", "gradient at each layer", "values", "block", "relevance"]
 
 # What a position keeps of itself: the weight r of the identity in (1 - r) W + r I, which "measured" takes from the
 # block around attention, query by query (`contributions.kept_share`); or "add" for W + I.
@@ -126,6 +128,7 @@ def of_block(weigh: Weigh, formula: str, source: str) -> Edges:
 
 
 _GRADIENT: frozenset[Need] = frozenset({"gradient"})
+_RELEVANCE: frozenset[Need] = frozenset({"gradient", "relevance"})
 
 EDGES: dict[str, Edges] = {
     "attention": Edges(attention, "A", "Vaswani et al. 2017", 0.5, shares=True),
@@ -147,6 +150,18 @@ EDGES: dict[str, Edges] = {
     ),
     "gradient-weighted-heads": Edges(
         gradient_weighted_heads, "A weighted by the norm of dA", "Jo et al. 2025 (GMAR)", 0.5, _GRADIENT, shares=True
+    ),
+    "conserved-relevance": Edges(
+        conserved,
+        "sum over heads of A dA, and what goes past",
+        "after Ali et al. 2022",
+        0.0,
+        _RELEVANCE,
+        signed=True,
+        heads=False,
+    ),
+    "entering-relevance": Edges(
+        entering, "x dx of what enters the block", "after Ali et al. 2022", 0.0, _RELEVANCE, signed=True, heads=False
     ),
     "value-norm": of_block(contributions.value_norm, "norm of the sum over heads of A f(x)", "Kobayashi et al. 2020"),
     "value-norm-with-residual": of_block(

@@ -11,6 +11,7 @@ from attnflow.answer import Relevance
 from attnflow.baselines import BASELINES
 from attnflow.capturing import CaptureSettings, capture
 from attnflow.capturing.inputs import arguments, module_of
+from attnflow.capturing.rules import LRP, RULES
 from attnflow.capturing.target import Target, has_logits, norm_at
 from attnflow.graph import Settings
 from attnflow.methods import METHODS, kept_for, read_out, relevance
@@ -66,6 +67,8 @@ def explain(
     of others the Euclidean norm of what they return at the read-out.
     query: unless told otherwise the position that the output is read from, or all where it is read from several; all
     for methods that explain the target as a whole.
+    layer: with a set of rules ("cp-lrp", "attnlrp", "libra") as the method, the relevance of what enters that block,
+    or of all with "all"; without it, of the input itself.
     The other settings are those of `attnflow.relevance`, and go to every method.
 
     Raises ValueError, before the model runs, for unknown methods, and for a target that no method makes use of; else as
@@ -78,6 +81,13 @@ def explain(
     carrying: Any = {name: value for name, value in settings.items() if name not in capturing}
     capturing |= kept_for(names, carrying.get("residual")) | entered_for(names, capturing)
     carrying |= {"receptive_field": receptive_field, "progress": progress}
+    if carrying.get("layer") is not None and any(name in (*RULES, "lrp") for name in names):
+        if len(names) > 1 or not isinstance(method, str):
+            raise ValueError(f"layer={carrying['layer']!r} with {', '.join(names)}: give one set of rules at a time")
+        rules = LRP if method == "lrp" else method
+        capturing |= {"rules": rules, "keep": "relevance"}
+        trace, _ = captured(model, inputs, names, target, capturing)
+        return relevance(trace, edges="entering-relevance", carry="received", **carrying)
     if settings.get("rules") is not None and not any(name in METHODS and is_targeted(name) for name in names):
         raise ValueError(f"rules have no part in {', '.join(names)}: they say how gradients of attention are taken")
     alone = all(name not in METHODS for name in names)
@@ -123,7 +133,8 @@ def captured(
     if target is None and settings.get("generate") is not None:
         raise ValueError("several tokens are written, and a target is of one: say with target= which, or a function")
     if target is None:
-        target = usual_target(capture(model, inputs, **{**settings, "at_each_layer": False, "entered": False}))
+        plain: CaptureSettings = {**settings, "at_each_layer": False, "entered": False, "rules": None, "keep": None}
+        target = usual_target(capture(model, inputs, **plain))
     return capture(model, inputs, **{**settings, "target": target}), target
 
 

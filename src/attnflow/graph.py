@@ -223,11 +223,22 @@ def _edges(name: str, trace: Trace) -> Edges:
         raise ValueError(f"edges {name!r} are unknown; choose one of {', '.join(EDGES)}")
     if "gradient" in EDGES[name].needs and trace.target is None:
         raise ValueError(f"{name} needs the gradient of a target: capture(model, inputs, target=...)")
+    if "relevance" in EDGES[name].needs:
+        _check_relevance(name, trace)
     if "gradient at each layer" in EDGES[name].needs and not _at_each_layer(trace):
         raise ValueError(f"{name} needs the score at each layer: capture(model, inputs, target=, at_each_layer=True)")
     if {"values", "block"} & EDGES[name].needs:
         _check_blocks(name, trace)
     return EDGES[name]
+
+
+def _check_relevance(what: str, trace: Trace) -> None:
+    """Raise ValueError for a trace that does not hold relevance, or holds windows, in which it is not known."""
+    if any(getattr(layer, "carried", None) is None for layer in trace.layers):
+        raise ValueError(
+            f"{what} needs the relevance that every block carries: capture(model, inputs, target=..., rules='cp-lrp', "
+            "keep='relevance')"
+        )
 
 
 def _at_each_layer(trace: Trace) -> bool:

@@ -43,6 +43,19 @@ class WeightsGradient:
 
 
 @dataclass(frozen=True, eq=False)
+class Carried:
+    """The relevance of a target, token by token (position,), in units of its score: x times its gradient under rules.
+
+    entering: of what enters the block around a call. leaving: of what leaves it, which enters the block above. biases:
+    what the biases between the two took.
+    """
+
+    entering: torch.Tensor
+    leaving: torch.Tensor
+    biases: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionCall:
     """The arguments of one attention call, kept instead of its weights: memory grows with n, not with n squared.
 
@@ -52,8 +65,8 @@ class AttentionCall:
     attention; mask broadcastable to (head, query, key), True where attention is allowed if boolean, else added to
     the logits. `causal` lets query i see keys 0 to i. gradient: of the trace's target, if it has one.
     pools: whether the queries are learned probes that gather the layer below, and no positions of it.
-    values (head or fewer, key, dim), block: what the weights are multiplied with, and what becomes of it, if they were
-    asked for.
+    values (head or fewer, key, dim), block, carried: what the weights are multiplied with, what becomes of it, and the
+    relevance that the block carries, if they were asked for.
     """
 
     name: str
@@ -66,6 +79,7 @@ class AttentionCall:
     pools: bool = False
     values: torch.Tensor | None = None
     block: Block | None = None
+    carried: Carried | None = None
 
     left_out: tuple[int, ...] = field(default=(), init=False)
 
@@ -116,8 +130,8 @@ class AttentionWeights:
     """Ready attention weights (head, query, key) of one layer.
 
     captured: whether a model computed them before our eyes, so that rows that do not sum to 1 are its way (a sink that
-    takes a share and is left out), and not a mistake in an array that somebody gave. pools, values, block: as in
-    `AttentionCall`.
+    takes a share and is left out), and not a mistake in an array that somebody gave. pools, values, block, carried: as
+    in `AttentionCall`.
     """
 
     name: str
@@ -127,6 +141,7 @@ class AttentionWeights:
     pools: bool = False
     values: torch.Tensor | None = None
     block: Block | None = None
+    carried: Carried | None = None
 
     left_out: tuple[int, ...] = field(default=(), init=False)
 

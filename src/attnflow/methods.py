@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
+from attnflow import conserved
 from attnflow.answer import Relevance, Rows
 from attnflow.edges import EDGES
 from attnflow.graph import AttentionGraph, Settings, attention_graph
@@ -85,6 +86,9 @@ METHODS: dict[str, Method] = {
 }
 
 
+# A difference of conserved relevance, over the largest at a token, above which a warning says so.
+LEAK = 1e-3
+
 # What the command line takes for a job unless told otherwise: the best of the league (docs/studies/league.md) of the
 # methods that need no target; given arrays are no job of a study, and have the paper's method.
 DEFAULTS: dict[str, str] = {"text": "raw", "image": "raw", "written": "raw", "array": "rollout", "target": "cp-lrp"}
@@ -151,6 +155,15 @@ def relevance(
     if receptive_field:
         even = carrier.carry(graph.uniform(), progress)
         found = found.by_receptive_field(relevance_of(name, graph, even.scores, rows=carrier.rows))
+    if "relevance" in weighed.needs and graph.trace.target is not None:
+        facts = conserved.checks(graph.trace.layers, graph.trace.target["score"])
+        found = found.with_checks(facts)
+        if row.edges == "conserved-relevance" and facts["conservation"] > LEAK:
+            warnings.warn(
+                f"the edges of {name} miss up to {facts['conservation']:.1%} of what enters a block at a token; only "
+                "under rules='cp-lrp', with a rule for every function, do edges carry all relevance",
+                stacklevel=2,
+            )
     if not any(carried.checks):
         return found
     return found.with_checks({"layers": carried.checks} if graph.settings["layer"] == "all" else carried.checks[0])

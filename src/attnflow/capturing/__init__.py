@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack, get_args
@@ -113,7 +114,9 @@ def capture_batch(
     keep: "block" keeps, beside the weights, what some edges look at (`attnflow.EDGES`): the values, and the block
     around each call, which is its output projection, the stream that it is added to, and the norm behind the addition,
     if one is there. It is found by following the attention's output through the pass, and checked on the numbers.
-    "values" keeps the values alone. Without keep a pass costs nothing more.
+    "values" keeps the values alone. "relevance" keeps, with a target under rules and of one example, what enters and
+    leaves every block, token by token, and what biases took; it needs a model with one stream. Without keep a pass
+    costs nothing more.
 
     at_each_layer: with a target, keep for each layer also the gradient of the score that its own output gives, in the
     place of the last block's output (what LeGrad looks at); where no such place is found, an error says why.
@@ -133,7 +136,7 @@ def capture_batch(
     where the model does something else with what attention returned: the error names the step and the module.
     """
     if keep not in (None, *get_args(Keep)):
-        raise ValueError(f"keep={keep!r} is unknown; give 'values', 'block' or None")
+        raise ValueError(f"keep={keep!r} is unknown; give 'values', 'block', 'relevance' or None")
     if keep is not None and weights is not None:
         raise ValueError("keep= needs attention that capture sees itself; leave out weights=, or keep=")
     if mixers not in get_args(Mixers):
@@ -160,6 +163,8 @@ def capture_batch(
         raise ValueError("entered=True keeps the plain gradient of a target: give target=, and leave out rules=")
     if rules is not None and rules not in RULES:
         raise ValueError(f"rules {rules!r} are unknown; choose one of {', '.join(RULES)}")
+    if keep == "relevance" and rules is None:
+        raise ValueError("keep='relevance' is relevance under rules: give target= and rules='cp-lrp'")
     chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
     how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights), "tower": tower, "rules": rules}
     how |= {"keep": keep, "entered": entered}
@@ -179,7 +184,13 @@ def capture_batch(
         numbers = range(len(found.flow.steps))[how["layers"]]
         facts["kept"] = f"layers {numbers[0]} to {numbers[-1]} of {len(found.flow.steps)}"
     names = Names(model, tokenizer, tokens)
-    by_rules = {} if rules is None else {"rules": rules}
+    by_rules: dict[str, Any] = {} if rules is None else {"rules": rules}
+    if recording.without_rule:
+        by_rules["without_rule"] = list(recording.without_rule)
+        warnings.warn(
+            f"rules={rules!r} have none for {', '.join(recording.without_rule)}: gradients went through as they are",
+            stacklevel=2,
+        )
     traces = [
         Trace(own, *labelled, output, facts, chosen and chosen.facts(index) | by_rules, reads=reads)
         for index, (own, labelled, reads) in enumerate(_examples(recording, found, kwargs, names))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from attnflow.layers import AttentionCall, AttentionWeights, WeightsGradient
+from attnflow.layers import AttentionCall, AttentionWeights, Carried, WeightsGradient
 
 # What a call's output may differ from weights times values, as a share of the largest: rounding in its precision.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -27,8 +27,9 @@ EVALUATE = "call model.eval() first; where that changes nothing, the module itse
 if TYPE_CHECKING:
     from attnflow.capturing.surroundings import Surroundings
 
-# What a trace holds of every call beside its weights: its values, or these and the block around it.
-Keep: TypeAlias = Literal["values", "block"]
+# What a trace holds of every call beside its weights: its values, or these and the block around it; or the relevance
+# that enters and leaves the block.
+Keep: TypeAlias = Literal["values", "block", "relevance"]
 
 # Where rows of a call stand along its two outer axes.
 Rows: TypeAlias = Sequence[tuple[int, int]]
@@ -59,7 +60,8 @@ class FusedCall:
     attention; mask broadcastable to (outer, outer, query, key), True where attention is allowed if boolean, else added
     to the logits; gradient, of the target with respect to the weighted values, (outer, outer, query, dim).
     at_layer: the same of the score that the layer's own output gives, if that was asked for. keeps_values: whether the
-    layers that are made of it hold their values. around: the block, if that was asked for.
+    layers that are made of it hold their values. around, carried: the block, and the relevance of all rows of the
+    stream beside it, if they were asked for.
     """
 
     module: str
@@ -74,6 +76,7 @@ class FusedCall:
     at_layer: torch.Tensor | None = None
     keeps_values: bool = False
     around: Surroundings | None = None
+    carried: Carried | None = None
 
     @property
     def extent(self) -> tuple[int, int, int, int]:
@@ -93,7 +96,9 @@ class FusedCall:
         q, k = _take(self.q, rows), _take(self.k, of_keys)
         values = _take(self.v, of_keys) if self.keeps_values and self.v is not None else None
         block = None if self.around is None else self.around.take(rows)
-        return AttentionCall(self.module, q, k, self.scale, mask, self.causal, gradient, values=values, block=block)
+        return AttentionCall(
+            self.module, q, k, self.scale, mask, self.causal, gradient, False, values, block, self.carried
+        )
 
     def rows_of(self, output: torch.Tensor) -> torch.Tensor:
         """What the call returned as (outer, outer or 1, query, dim)."""
@@ -113,7 +118,8 @@ class WeightedSum:
     """Values multiplied by weights that a model computed itself.
 
     Shapes: weights (outer, outer, query, key); v (outer, outer, key, dim); gradient as in `FusedCall`. arrange: from
-    what the multiplication returned to (outer, outer, query, dim). at_layer, keeps_values, around: as in `FusedCall`.
+    what the multiplication returned to (outer, outer, query, dim). at_layer, keeps_values, around, carried: as in
+    `FusedCall`.
     """
 
     module: str
@@ -124,6 +130,7 @@ class WeightedSum:
     at_layer: torch.Tensor | None = None
     keeps_values: bool = False
     around: Surroundings | None = None
+    carried: Carried | None = None
 
     @property
     def extent(self) -> tuple[int, int, int, int]:
@@ -138,7 +145,7 @@ class WeightedSum:
         values = _take(self.v, rows) if self.keeps_values and self.v is not None else None
         block = None if self.around is None else self.around.take(rows)
         weights = _take(self.weights, rows)
-        return AttentionWeights(self.module, weights, captured=True, gradient=gradient, values=values, block=block)
+        return AttentionWeights(self.module, weights, True, gradient, False, values, block, self.carried)
 
     def rows_of(self, output: torch.Tensor) -> torch.Tensor:
         """What the call returned as (outer, outer, query, dim)."""

@@ -39,8 +39,10 @@ def entrance(trace: Trace, model: torch.nn.Module, inputs: Inputs) -> Entrance:
     A signal, such as pixels, enters as it is: a tensor, or the only one among the inputs that holds no integers. Token
     ids enter as what the model's embedding returns. The rest of the inputs is repeated for as many cases as are given.
 
-    Raises ValueError for inputs of several kinds, and for those that are not the tokens of the trace.
+    Raises ValueError for inputs of several kinds, those that are not the tokens of the trace, and in inference mode.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("gradients are not to be had inside torch.inference_mode(): call this outside of it")
     named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
     if not has_ids(named):
         signal = signal_of(named)

@@ -16,7 +16,7 @@ from attnflow.capturing.dataflow import Dataflow, Group
 from attnflow.capturing.proof import Proof, rows_with_gradient
 from attnflow.capturing.recorder import Recording
 from attnflow.capturing.surroundings import check
-from attnflow.layers import HIDDEN, AttentionCall, AttentionWeights, Layer, Part, PlacedLayer, WeightsGradient
+from attnflow.layers import HIDDEN, AttentionCall, AttentionWeights, Carried, Layer, Part, PlacedLayer, WeightsGradient
 
 # A weight on padding that is rounding, not attention.
 _NEGLIGIBLE = 1e-6
@@ -119,7 +119,7 @@ def _places(start: int, count: int) -> tuple[int, ...]:
 
 def _side_by_side(layers: Sequence[AttentionCall | AttentionWeights]) -> AttentionCall | AttentionWeights:
     """Calls that read the same as one layer with the heads of all."""
-    if any(layer.values is not None for layer in layers):
+    if any(layer.values is not None or layer.carried is not None for layer in layers):
         raise ValueError(
             f"keep= takes layers of one attention call each; one is made of several, {layers[0].name} among them, as "
             "with a module for each head"
@@ -201,10 +201,25 @@ def call_layer(
     layer = _among_kept(call, call.take(rows), queries, keys, seen)
     if layer.values is not None:
         layer = replace(layer, values=_among(layer.values, keys))
+    if layer.carried is not None:
+        layer = replace(layer, carried=_carried(layer.carried, queries, call))
     if layer.block is not None:
         layer = replace(layer, block=_block(layer.block, queries, own))
         _check_block(layer)
     return layer
+
+
+def _carried(carried: Carried, queries: torch.Tensor, call: Kept) -> Carried:
+    """Relevance at the kept queries, where the rows of the stream are the queries, and the keys, of one example."""
+    rows, count = len(carried.entering), call.extent[2]
+    if not rows == count == call.extent[3]:
+        raise ValueError(
+            f"keep='relevance' takes one example whose attention is over all of its tokens; beside the {count} queries "
+            f"and {call.extent[3]} keys of {call.module or 'the model'} stand {rows} rows of the stream: capture one "
+            "example at a time"
+        )
+    queries = queries.to(carried.entering.device)
+    return Carried(carried.entering[queries], carried.leaving[queries], carried.biases[queries])
 
 
 def _block(block: Block, queries: torch.Tensor, own: int | None) -> Block:

@@ -32,7 +32,9 @@ from attnflow.capturing.entrance import has_ids, lookups, signal_of
 from attnflow.capturing.inputs import fresh
 from attnflow.capturing.labels import Labels, replaced, tensors_in
 from attnflow.capturing.rules import Rules
+from attnflow.capturing.rules import gradients as gradients_of
 from attnflow.capturing.softmax import DIFFERENCE, WeightsByHand
+from attnflow.capturing.stream import Stream
 from attnflow.capturing.surroundings import Follower
 from attnflow.memory import check_memory
 
@@ -102,7 +104,8 @@ class Recording:
     tensors that were subtracted. random_state, drew: of torch, before the pass, and whether the pass drew any random
     number. dtype: of the first call. assumed: whether the calls are what the caller pointed at. tower: the module whose
     calls alone are explained. visits: every run of a module, in the order in which they ended. entered: with its
-    gradient every tensor that the input entered as, if that was asked for.
+    gradient every tensor that the input entered as, if that was asked for. without_rule: functions that gradients went
+    through and that no rule covers.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
@@ -121,6 +124,7 @@ class Recording:
     dtype: torch.dtype = torch.float32
     assumed: bool = False
     tower: str | None = None
+    without_rule: tuple[str, ...] = ()
     visits: list[Visit] = field(default_factory=list[Visit])
     entered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list["tuple[torch.Tensor, torch.Tensor]"])
 
@@ -206,7 +210,8 @@ class Recorder(TorchFunctionMode):
     that write into them later. With `weights_of`, only what it says is recorded. layers: the calls that are kept; of
     others only that they were made; tower: the module whose calls alone are kept and explained. compared: whether what
     is needed to compare the pass with another is kept. keep: what else of every call, its values or its block.
-    entered: whether gradients are taken to what the input enters as, too (`entrance`).
+    entered: whether gradients are taken to what the input enters as, too (`entrance`). stream: the rules that see what
+    enters every block, if that was asked for.
     """
 
     def __init__(
@@ -220,6 +225,7 @@ class Recorder(TorchFunctionMode):
         copies: bool = False,
         tower: str | None = None,
         keep: Keep | None = None,
+        stream: Stream | None = None,
         entered: bool = False,
     ) -> None:
         super().__init__()
@@ -233,7 +239,8 @@ class Recorder(TorchFunctionMode):
         self._model = model
         self._labels = Labels()
         self._values = gradients or keep is not None
-        self._keeps_values = keep is not None
+        self._keeps_values = keep in ("values", "block")
+        self._stream = stream
         self.by_hand = WeightsByHand(self._labels)
         self._running, self._visits, self._visited = [""], [0], 0
         self._calls_before: list[int] = []
@@ -280,6 +287,8 @@ class Recorder(TorchFunctionMode):
             source = Source("input", self._seen["input"], tuple(x.shape[:-1]), "", 0) if tokens else None
             self._seen["input"] += 1
             self._labels.mark_input(x, self._mark(source))
+            if source is not None and self._stream is not None:
+                self._stream.begin(x.requires_grad_())
         return args, kwargs
 
     def _mark(self, what: Source | int | None) -> int:
@@ -386,6 +395,8 @@ class Recorder(TorchFunctionMode):
 
     def _attend(self, attending: Attending, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that attends, and keep it; what the model gets as its output."""
+        if self._stream is not None:
+            self._stream.call()
         call, output = attending.make(), func(*args, **kwargs)
         main = output[0] if attending.in_tuple else output
         check_reproduces(call, main)
@@ -426,7 +437,7 @@ class Recorder(TorchFunctionMode):
 
     def _changed(self, source: Source, output: torch.Tensor) -> torch.Tensor:
         """What the model gets in the place of a source's output."""
-        return output
+        return output if self._stream is None else self._stream.begin(output)
 
     def _refuse_chance(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise ValueError for what a module does at random, or differently, because it is in training mode."""
@@ -571,15 +582,19 @@ class Recorder(TorchFunctionMode):
         """
         assert self._outputs is not None
         recording = self.recording
-        entered = self._entered or []
-        wanted = [*self._outputs, *entered]
+        entered, passages = self._entered or [], None
+        if self._stream is not None and target.requires_grad:
+            numbers = recording.explained
+            passages = self._stream.passages(target, numbers, [recording.calls[number].module for number in numbers])
+        wanted = [*self._outputs, *entered, *(passages.wanted if passages is not None else ())]
         found: Any = [None] * len(wanted)
         if target.requires_grad:
-            found = torch.autograd.grad(target, wanted, allow_unused=True)
+            found = gradients_of(target, wanted)
         gradients = found[: len(self._outputs)]
+        streams = found[len(self._outputs) + len(entered) :]
         recording.entered = [
             (x.detach(), torch.zeros_like(x) if gradient is None else gradient)
-            for x, gradient in zip(entered, found[len(self._outputs) :], strict=True)
+            for x, gradient in zip(entered, found[len(self._outputs) :], strict=False)
         ]
         below = recording.reached(recording.read)
         for call, gradient, fed in zip(recording.calls, gradients, recording.fed, strict=True):
@@ -600,6 +615,11 @@ class Recorder(TorchFunctionMode):
             else call.with_gradient(torch.zeros_like(output) if gradient is None else gradient)
             for call, gradient, output in zip(recording.calls, gradients, self._outputs, strict=True)
         ]
+        if passages is not None:
+            for number, carried in zip(recording.explained, passages.carried(streams), strict=True):
+                call = recording.calls[number]
+                if not isinstance(call, LeftOut):
+                    recording.calls[number] = replace(call, carried=carried)
 
 
 def refuse_functorch(module: str, x: torch.Tensor) -> None:
@@ -658,11 +678,14 @@ def record(
     state = torch.get_rng_state()
     settings: dict[str, Any] = {"layers": layers, "weights_of": weights_of, "compared": compared, "tower": tower}
     settings |= {"keep": keep, "entered": entered}
-    recorder = Recorder(model, gradients=target is not None, copies=copies, **settings)
+    mode = None if rules is None else Stream(rules) if keep == "relevance" else Rules(rules)
+    stream = mode if isinstance(mode, Stream) else None
+    recorder = Recorder(model, gradients=target is not None, copies=copies, stream=stream, **settings)
     settings["rules"] = rules
     with torch.inference_mode(False), torch.set_grad_enabled(target is not None), eagerly():
         own_args, own_kwargs = fresh(args), fresh(kwargs)
-        mode = None if rules is None else Rules(rules)
+        if stream is not None:
+            own_args, own_kwargs = stream.given(own_args), stream.given(own_kwargs)
         with nullcontext() if mode is None else mode.of(model), recorder:
             own_args, own_kwargs = recorder.given(own_args, own_kwargs)
             output = model(*own_args, **own_kwargs)
@@ -670,6 +693,7 @@ def record(
             scores = None if target is None else mode.scores(target, output) if mode else target(output)
             if scores is not None:
                 recorder.finish(scores)
+        recorder.recording.without_rule = () if mode is None else tuple(sorted(mode.without_rule))
         if not recorder.recording.explained:
             raise ValueError(_nothing_seen(model, recorder.recording))
         recorder.recording.settle()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.checkpoint import CheckpointError
 
 from attnflow.capturing.calls import multi_head_mask
 
@@ -45,6 +46,9 @@ RULES: dict[str, Rule] = {
     "attnlrp": Rule("own", "half", "Achtibat et al. 2024"),
     "cp-lrp": Rule("constant", "half", "Ali et al. 2022", adds_up=True),
 }
+
+# The set that the method "lrp" stands for.
+LRP = "libra"
 
 
 class _As(torch.autograd.Function):
@@ -73,21 +77,37 @@ class _Scaled(torch.autograd.Function):
         return None, gradients[0] * factor, None
 
 
+def gradients(score: torch.Tensor, wanted: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a score, None of what it does not depend on.
+
+    Raises ValueError for checkpointed blocks under rules: they run again in the backward pass, where no rule holds.
+    """
+    try:
+        return torch.autograd.grad(score, wanted, allow_unused=True)
+    except CheckpointError:
+        raise ValueError(
+            "gradient checkpointing runs blocks again without the rules: switch it off (gradient_checkpointing_disable)"
+        ) from None
+
+
 class Rules(TorchFunctionMode):
     """Runs a model under a rule set: `with Rules("cp-lrp").of(model) as rules: output = model(...)`.
 
     constants: what was added to the stream and comes from no input, as leaves whose gradients tell its share: biases,
-    learned positions and tokens. without_rule: names of functions of the input that are neither linear nor in a rule.
+    learned positions and tokens. by_token: of what is added to rows of numbers the leaves are factors of 1, one for
+    each row, so that the share of a bias is known token by token. without_rule: names of functions of the input that
+    are neither linear nor in a rule.
 
     Parameters take no part in gradients here, so that a tensor needs a gradient just where it comes from the input.
     `scores` computes a target, whose softmax is no attention: it keeps its own gradient.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, by_token: bool = False) -> None:
         super().__init__()
         if name not in RULES:
             raise ValueError(f"rules {name!r} are unknown; choose one of {', '.join(RULES)}")
         self.rule = RULES[name]
+        self.by_token = by_token
         self.constants: list[torch.Tensor] = []
         self.without_rule: set[str] = set()
         self._of_target = False
@@ -161,13 +181,22 @@ class Rules(TorchFunctionMode):
             return softmax
         return softmax.detach()
 
-    def constant(self, x: Any) -> Any:
-        """A tensor, or a number, that comes from no input, as a leaf that is kept."""
+    def constant(self, x: Any, shape: Sequence[int] = ()) -> Any:
+        """A tensor, or a number, that comes from no input, as a leaf that is kept; shape: of what it is added to."""
         if isinstance(x, torch.Tensor) and (not x.is_floating_point() or x.requires_grad):
             return x
-        leaf = (x.detach() if isinstance(x, torch.Tensor) else torch.tensor(float(x))).requires_grad_()
+        value = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(float(x))
+        if self.by_token and shape:
+            rows = torch.ones(*shape[:-1], 1, dtype=value.dtype, device=value.device).requires_grad_()
+            self.constants.append(rows)
+            return value * rows
+        leaf = value.requires_grad_()
         self.constants.append(leaf)
         return leaf
+
+    def with_bias(self, linear: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """What a linear map gives and the bias that is added to it, which is kept."""
+        return linear if bias is None else linear + self.constant(bias, linear.shape)
 
 
 def _live(x: Any) -> bool:
@@ -282,7 +311,7 @@ def _layer_norm(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
         scale = (wide.var(axes, unbiased=False, keepdim=True) + eps).rsqrt().to(x.dtype)
     linear = (x - x.mean(axes, keepdim=True)) * scale
     linear = linear if weight is None else linear * weight
-    return _As.apply([value], linear if bias is None else linear + rules.constant(bias))
+    return _As.apply([value], rules.with_bias(linear, bias))
 
 
 def _rms_norm(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
@@ -325,6 +354,20 @@ def _affine(place: int, name: str, rules: Rules, func: Any, args: Any, kwargs: A
     return func(*args, **kwargs)
 
 
+def _linear(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
+    if not rules.by_token:
+        return _affine(2, "bias", rules, func, args, kwargs)
+    given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+    return rules.with_bias(func(given["input"], given["weight"]), given.get("bias"))
+
+
+def _addmm(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
+    if not rules.by_token or len(args) != 3 or kwargs:
+        return _affine(0, "input", rules, func, args, kwargs)
+    bias, one, two = args
+    return rules.with_bias(one @ two, bias)
+
+
 def _batch_norm(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     """In evaluation an affine map of each channel."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -341,10 +384,13 @@ def _batch_norm(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _joined(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     """An addition, or a concatenation, in which what comes from no input is kept."""
+    shape: Sequence[int] = ()
+    if func in _SUMS:
+        shape = torch.broadcast_shapes(*(x.shape for x in _tensors((args[:2], kwargs.get("other")))))
 
     def keep(x: Any) -> Any:
         number = isinstance(x, float | int) and not isinstance(x, bool) and func in _SUMS
-        return rules.constant(x) if (isinstance(x, torch.Tensor) and not x.requires_grad) or number else x
+        return rules.constant(x, shape) if (isinstance(x, torch.Tensor) and not x.requires_grad) or number else x
 
     own = {name: value for name, value in kwargs.items() if name in ("alpha", "dim", "out")}
     rest = {name: _mapped(keep, value) for name, value in kwargs.items() if name not in own}
@@ -466,15 +512,13 @@ def _multi_head(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
         matrices = own["in_proj_weight"].chunk(3)
     biases = [None] * 3 if own["in_proj_bias"] is None else own["in_proj_bias"].chunk(3)
     q, k, v = (
-        F.linear(x, matrix, None if bias is None else rules.constant(bias))
-        .unflatten(-1, (own["num_heads"], -1))
-        .permute(1, 2, 0, 3)
+        rules.with_bias(F.linear(x, matrix), bias).unflatten(-1, (own["num_heads"], -1)).permute(1, 2, 0, 3)
         for x, matrix, bias in zip(tokens, matrices, biases, strict=True)
     )
     mask = multi_head_mask(own["attn_mask"], own["key_padding_mask"], batch=q.shape[0], heads=q.shape[1])
     attended = _attention(rules, F.scaled_dot_product_attention, (q, k, v, mask), {}).permute(2, 0, 1, 3).flatten(2)
     bias = own["out_proj_bias"]
-    linear = F.linear(attended, own["out_proj_weight"], None if bias is None else rules.constant(bias))
+    linear = rules.with_bias(F.linear(attended, own["out_proj_weight"]), bias)
     return _As.apply([value], linear.reshape(value.shape)), weights
 
 
@@ -559,12 +603,12 @@ _RULES: dict[Any, Callable[[Rules, Any, Any, Any], Any]] = {
     torch.layer_norm: _layer_norm,
     F.batch_norm: _batch_norm,
     F.group_norm: _group_norm,
-    F.linear: partial(_affine, 2, "bias"),
+    F.linear: _linear,
     **dict.fromkeys(
         (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d), partial(_affine, 2, "bias")
     ),
-    torch.addmm: partial(_affine, 0, "input"),
-    torch.Tensor.addmm: partial(_affine, 0, "input"),
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
     torch.einsum: _einsum,
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multi_head,
@@ -584,6 +628,6 @@ _LINEAR = frozenset(
     take_along_dim sum_to_size hsplit vsplit broadcast_to empty_like zeros_like ones_like new_zeros new_empty new_ones
     argmax topk sort max amax eq ne lt gt le ge __eq__ __ne__ __lt__ __gt__ __le__ __ge__ isnan isinf any all
     __setitem__ copy_ cpu cuda real pixel_shuffle pixel_unshuffle embedding get_device element_size nelement data_ptr
-    untyped_storage is_nonzero __bool__ __hash__ __repr__ __format__
+    untyped_storage is_inference is_nonzero __bool__ __hash__ __repr__ __format__
     """.split()  # noqa: SIM905
 )

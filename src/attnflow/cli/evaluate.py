@@ -69,7 +69,8 @@ def evaluate(
         gradient, deletion, least-first-deletion, deletion-gap. For texts: blank-out-kendall, gradient-kendall,
         comprehensiveness, sufficiency, aopc, log-odds. For photographs: insertion, positive-perturbation,
         negative-perturbation; with masks pixel-accuracy, mean-iou, average-precision, pixel-auc, pointing-game. On
-        request only: randomised-weights.
+        request only: randomised-weights. In Python alone, of texts with marks: token-auc, token-average-precision,
+        token-pointing.
     target
         The class explained: predicted, label, its index, or its name.
     against

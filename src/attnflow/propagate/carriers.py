@@ -225,5 +225,8 @@ CARRIERS: Mapping[str, Carrier] = {
         signed=False,
         adds=True,
     ),
+    "received": Carrier(
+        sum_over_layers, "what all queries of one layer send to each token", "", one_layer=True, rows="target"
+    ),
     "sum": Carrier(sum_over_layers, "sum over layers", "Bousselham et al. 2025", rows="target"),
 }
