@@ -64,6 +64,7 @@ ALLOWED = {
         "trace",
         "answer",
         "capturing",
+        "baselines",
         "explaining",
         "methods",
         "reporting",
