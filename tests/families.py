@@ -607,7 +607,7 @@ def coverage() -> str:
             positions = f"tokens, {positions}"
         elif any(isinstance(layer, PlacedLayer) for layer in trace.layers):
             positions = f"{positions}, in windows"
-        prefix = " ".join(token for token, role in zip(trace.tokens, trace.roles, strict=True) if role == "prefix")
+        prefix = ", ".join(token for token, role in zip(trace.tokens, trace.roles, strict=True) if role == "prefix")
         causal = "causal" if all(layer.causal for layer in trace.layers) else ""
         cells = (
             name.replace("_", " "),

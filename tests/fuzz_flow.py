@@ -14,6 +14,7 @@ from attnflow.propagate.cuts import min_cut, paths
 from attnflow.propagate.flow import flow, flow_bounds
 
 KINDS = ["uniform", "integers", "sparse", "repeated", "sharp", "causal", "scales", "tiny", "huge", "one wide"]
+KINDS += ["identity"]
 
 
 def capacities(rng, kind, shape):
@@ -39,6 +40,8 @@ def capacities(rng, kind, shape):
         layer *= 1e250
     elif kind == "one wide":
         layer[rng.integers(shape[0])] *= 1e6
+    elif kind == "identity":
+        layer = np.eye(*shape) + layer * (rng.random(shape) < 0.5) * rng.choice([0.01, 0.1, 1.0]) / shape[1]
     if rng.random() < 0.2:
         layer[rng.integers(shape[0])] = 0
     return layer
@@ -48,7 +51,7 @@ def problem(rng):
     """(kind, layers): 1 to 12 layers of 1 to 40 tokens, the one nearest the input first; small ones are the rule."""
     kind, depth = rng.choice(KINDS), rng.integers(1, 13)
     widest = int(np.exp(rng.uniform(0, np.log(41))))
-    square = kind == "causal" or rng.random() < 0.5
+    square = kind in ("causal", "identity") or rng.random() < 0.5
     widths = [widest] * (depth + 1) if square else rng.integers(1, widest + 1, depth + 1)
     return kind, [capacities(rng, kind, (queries, keys)) for keys, queries in pairwise(widths)]
 

@@ -274,6 +274,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_is_found_or_the_step_is_named(family):
     model, inputs, _ = FAMILIES[family]()

@@ -53,6 +53,7 @@ def test_attention_equals_the_models_own(family):
             torch.testing.assert_close(layer.attention(), own[example], atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_model_are_as_without_capture(family):
     model, inputs, _ = FAMILIES[family]()
@@ -71,6 +72,7 @@ def test_outputs_and_model_are_as_without_capture(family):
     assert state(model) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_come_in_forward_order_with_module_names(family):
     model, inputs, _ = FAMILIES[family]()
@@ -797,6 +799,7 @@ def test_bad_targets(target, message):
         capture_batch(FAMILIES["bert"]()[0], {"input_ids": IDS}, target=1)
 
 
+@pytest.mark.long
 def test_the_table_of_coverage_is_true():
     from pathlib import Path
 

@@ -16,6 +16,7 @@ from PIL import Image
 import attnflow
 from attnflow import cli
 from attnflow.answer import Relevance
+from attnflow.explaining import usual_target
 from attnflow.show.wording import saturation
 from conftest import SENTENCE
 
@@ -269,6 +270,8 @@ ERRORS = {
     "against without a target": (["text", "Hi", "--against", "1", "--method", "raw"], "target has no part in raw"),
     "similar to what": (["text", "Hi", "--similar-to", " "], "--similar-to is empty"),
     "similar to and a target": (["text", "Hi", "--similar-to", "Ho", "--target", "1"], "--similar-to is the target"),
+    "no edges": (["text", "Hi", "--knockout", "0"], "--knockout takes a number of edges from 1 on; it is 0"),
+    "edges of a text": (["text", "Hi", "--knockout", "1", "--generate", "2"], "--knockout explains one target"),
     "pooling of what": (["text", "Hi", "--pooling", "mean"], "--pooling says how embeddings are made"),
     "similarity of raw": (["text", "Hi", "--similar-to", "Ho", "--method", "raw"], "target has no part in raw"),
     "an option misspelt": (["text", "-foo"], "A text that begins with - goes behind --"),
@@ -605,3 +608,19 @@ def test_how_similar_two_texts_are(run):
     assert found["tokens"][int(np.argmax(found["scores"]))] == "keys"
     code, out, _ = run(*said, "--pooling", "first")
     assert "first of the tokens" in json.loads(out)["recipe"]["target"]["target"]
+
+
+def test_edges_are_taken_out_of_the_model(run, minilm):
+    said = ["text", "The keys are on the table.", "--method", "gradient-norm,rollout", "--knockout", "4"]
+    code, out, err = run(*said, "--json", "--quiet")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    model, tokenizer = minilm
+    target = usual_target(attnflow.capture(model, said[1], tokenizer=tokenizer))
+    tested = attnflow.route_test(model, said[1], tokenizer, target, ["rollout"], 4)
+    assert found["rollout"]["knockout"] == pytest.approx({"base": tested.base, **tested.taken["rollout"]._asdict()})
+    assert found["gradient-norm"]["knockout"] is None  # it has no edges
+    code, out, _ = run(*said, "--quiet")
+    assert code == 0
+    assert "edges taken out of" in out
+    assert f"{-tested.taken['rollout'].change:+.4f}" in out

@@ -2,11 +2,9 @@
 
 import base64
 import csv
-import fcntl
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -22,8 +20,11 @@ import pytest
 import attnflow
 from attnflow.answer import Relevance
 from attnflow.methods import kept_for
-from attnflow.show import colour, wording
-from attnflow.show.report import GRAPH_EDGES, SCRIPTS, Start, command_of, in_script, pack, page, python_lines
+from attnflow.show import colour, plots, wording
+from attnflow.show.document import in_script
+from attnflow.show.listing import disagreement, examples_of
+from attnflow.show.report import GRAPH_EDGES, SCRIPTS, Start, command_of, pack, page, python_lines
+from classifiers import small_bert, tokenizer
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>",
@@ -252,6 +253,23 @@ def test_one_page_holds_all_methods_and_every_query(tmp_path):
     assert len(data_of((tmp_path / "both.html").read_text())["answers"]) == 2
 
 
+def test_folders_and_evaluations_have_pages(answers, several, evaluation, tmp_path):
+    (tmp_path / "answers").mkdir()
+    several[0].save(tmp_path / "answers" / "keys.json")
+    several[1].save(tmp_path / "answers" / "words.npz")
+    done = run("report", "answers", "-o", "answers.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    held = data_of((tmp_path / "answers.html").read_text())
+    assert [one["name"] for one in held["examples"]] == ["keys", "words"]
+    evaluation.save(tmp_path / "values.parquet")
+    done = run("report", "values.parquet", "-o", "values.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(data_of((tmp_path / "values.html").read_text())["charts"]) == 2
+    done = run("report", "values.parquet", "answers", "-o", "both.html", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "give it alone" in done.stderr
+
+
 def test_a_query_that_was_asked_for_is_the_only_one(tmp_path):
     assert run("text", "The keys are here.", "--query", "keys", "-o", "k.html", cwd=tmp_path).returncode == 0
     (answer,) = data_of((tmp_path / "k.html").read_text())["answers"]
@@ -461,109 +479,71 @@ def test_files_of_a_page_hold_what_attnflow_saves(answers, tmp_path):
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium, in which the page is opened, is not installed")
-# Puts the two ends of the pipes where Chromium looks for them, and becomes Chromium.
-_BECOME = (
-    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
-)
 
 
-class Chromium:
-    """A page in headless Chromium, asked over its debugging pipe."""
+class Tab:
+    """A tab of headless Chromium that keeps what its page complains of."""
 
-    def __init__(self, binary: str, profile: Path) -> None:
-        theirs, self.to = os.pipe()
-        self.of, answers = os.pipe()
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs, answers)]
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-        options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={profile}"]
-        command = [sys.executable, "-c", _BECOME, *map(str, ends), binary, *options, "--remote-debugging-pipe"]
-        self.process = subprocess.Popen(command, pass_fds=ends, stderr=subprocess.DEVNULL)
-        for end in (theirs, answers, *ends):
-            os.close(end)
-        self.events: list[dict] = []
-        self.rest, self.number, self.session = b"", 0, None
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
+    def __init__(self, browser) -> None:
+        self.context = browser.new_context(viewport={"width": 1200, "height": 900})
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", self.hear)
+        self.page.on("request", self.see)
 
-    def receive(self) -> dict:
-        while b"\0" not in self.rest:
-            more = os.read(self.of, 1 << 20)
-            assert more, "Chromium ended"
-            self.rest += more
-        message, self.rest = self.rest.split(b"\0", 1)
-        return json.loads(message)
+    def hear(self, message) -> None:
+        if message.type in ("error", "assert"):
+            self.complaints.append(message.text)
 
-    def call(self, method: str, **parameters):
-        self.number += 1
-        message = {"id": self.number, "method": method, "params": parameters}
-        message |= {"sessionId": self.session} if self.session else {}
-        content = json.dumps(message).encode() + b"\0"
-        while content:
-            content = content[os.write(self.to, content) :]
-        while True:
-            found = self.receive()
-            if found.get("id") == self.number:
-                assert "error" not in found, found
-                return found["result"]
-            self.events.append(found)
+    def see(self, request) -> None:
+        """A page asks for nothing beyond its own file."""
+        if not request.url.startswith(("file:", "data:", "blob:", "about:")):
+            self.complaints.append(request.url)
 
     def open(self, path: Path, *, fragment: str = "", width: int = 1200, dark: bool = False) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
-        )
-        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.call("Emulation.setEmulatedMedia", features=scheme)
-        self.go("about:blank")
-        self.go(f"{path.as_uri()}{fragment}")
-
-    def go(self, address: str) -> None:
-        self.events.clear()
-        self.call("Page.navigate", url=address)
-        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
-            self.events.append(self.receive())
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme="dark" if dark else "light")
+        self.page.goto("about:blank")
+        self.complaints.clear()
+        self.page.goto(f"{path.as_uri()}{fragment}")
 
     def ask(self, expression: str):
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        return self.page.evaluate(expression)
 
     def press(self, key: str) -> None:
-        code = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}[key]
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
-
-    def complaints(self) -> list[dict]:
-        """Errors on the console, exceptions, and requests beyond the file itself."""
-        self.ask("1")
-        return [event for event in self.events if _is_complaint(event["method"], event.get("params", {}))]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.to)
-        os.close(self.of)
-
-
-def _is_complaint(method: str, what: dict) -> bool:
-    if method == "Network.requestWillBeSent":
-        return not what["request"]["url"].startswith(("file:", "data:", "blob:", "about:"))
-    if method == "Runtime.consoleAPICalled":
-        return what["type"] in ("error", "assert")
-    return method == "Runtime.exceptionThrown" or what.get("entry", {}).get("level") == "error"
+        self.page.keyboard.press(key)
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    chromium = Chromium(CHROMIUM, tmp_path_factory.mktemp("profile"))
-    yield chromium
-    chromium.close()
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives Chromium, is not installed")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield Tab(chromium)
+        chromium.close()
 
 
 @pytest.fixture(scope="module")
-def pages(answers, minilm_trace, photograph, tmp_path_factory):
+def evaluation():
+    texts = [("the keys to the cabinet are on the table", 0), ("a stirring and finally transporting film", 1)]
+    settings = {"tokenizer": tokenizer(), "methods": ["rollout"], "metrics": ["blank-out", "comprehensiveness"]}
+    return attnflow.evaluate(small_bert(), texts, **settings)
+
+
+@pytest.fixture(scope="module")
+def several(minilm, photograph):
+    """Answers of three inputs: two texts, one of them by two methods, and an image."""
+    model, words = minilm
+    texts = [attnflow.capture(model, text, tokenizer=words) for text in ("The keys are here.", PIECES)]
+    return [attnflow.rollout(texts[0]), attnflow.rollout(texts[1]), attnflow.relevance(texts[1], "raw"), photograph[0]]
+
+
+@pytest.fixture(scope="module")
+def pages(answers, minilm_trace, photograph, several, evaluation, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
+    attnflow.report(several, folder / "several.html")
+    evaluation.save(folder / "evaluation.html")
     attnflow.report(answers, folder / "text.html", trace=minilm_trace, start=Start(query=0))
     attnflow.report(photograph[0], folder / "image.html", trace=photograph[1], image=photograph[2])
     hostile().save(folder / "hostile.html")
@@ -573,7 +553,7 @@ def pages(answers, minilm_trace, photograph, tmp_path_factory):
 @in_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
-@pytest.mark.parametrize("name", ["text", "image", "hostile"])
+@pytest.mark.parametrize("name", ["text", "image", "hostile", "several"])
 def test_every_view_opens_without_a_complaint(browser, pages, name, width, dark):
     browser.open(pages / f"{name}.html", width=width, dark=dark)
     views = browser.ask("[...document.querySelectorAll('[role=tab]')].map((tab) => tab.dataset.key)")
@@ -582,7 +562,7 @@ def test_every_view_opens_without_a_complaint(browser, pages, name, width, dark)
         browser.ask(f"document.getElementById('tab-{view}').click()")
         assert browser.ask("document.getElementById('panel').textContent.length") > 0
         assert browser.ask("document.documentElement.scrollWidth") <= width, view
-    assert browser.complaints() == []
+    assert browser.complaints == []
 
 
 @in_chromium
@@ -612,9 +592,173 @@ def test_sliders_and_keys_change_what_they_should(browser, pages):
 
 
 @in_chromium
+def test_numbers_stand_under_tokens_and_other_methods_beside_them(browser, pages):
+    browser.open(pages / "text.html", fragment="#view=tokens&method=0&layer=5&query=0")
+    assert browser.ask("[...document.querySelectorAll('.other figcaption')].map((one) => one.textContent)") == [
+        "flow, query [CLS] at 0, layer 5",
+        "raw, query [CLS] at 0, layer 5",
+    ]
+    browser.page.locator("[data-key=numbers]").select_option(label="its rank")
+    ranks = browser.ask("[...document.querySelectorAll('[role=option] small')].map((one) => one.textContent)")
+    assert sorted(map(int, ranks)) == list(range(1, 13))
+    assert "numbers=rank" in browser.ask("location.hash")
+
+
+@in_chromium
 def test_an_address_restores_the_view(browser, pages):
     fragment = "#view=map&method=1&layer=2&query=3&drop=special"
     browser.open(pages / "text.html", fragment=fragment)
     assert browser.ask("document.getElementById('where').textContent") == "flow, query to at 3, layer 2"
     assert browser.ask("document.querySelector('[role=tab][aria-selected=true]').dataset.key") == "map"
     assert not browser.ask("document.querySelector('[data-key=drop-special]').checked")
+
+
+@in_chromium
+def test_examples_are_listed_sorted_and_opened(browser, pages, several):
+    browser.open(pages / "several.html")
+    names = "[...document.querySelectorAll('.example h3')].map((one) => one.textContent)"
+    as_they_came = browser.ask(names)
+    assert len(as_they_came) == 3
+    browser.page.locator("[data-key=by]").select_option("tokens")
+    counts = [len(several[0].tokens), len(several[1].tokens), len(several[3].tokens)]
+    assert browser.ask(names) == [as_they_came[at] for at in np.argsort(counts)[::-1]]
+    assert "by=tokens" in browser.ask("location.hash")
+    browser.page.locator("[data-key=by]").select_option("disagreement")
+    assert browser.ask(names)[0] == as_they_came[1]
+    browser.page.get_by_role("button", name=as_they_came[1], exact=True).click()
+    shown = browser.ask("[...document.querySelectorAll('[role=option]')].map((one) => one.textContent)")
+    assert shown == list(several[1].tokens)
+    assert browser.ask("document.querySelectorAll('.other').length") == 1
+    assert browser.complaints == []
+
+
+def test_disagreement_is_one_less_the_rank_correlation(several):
+    from scipy.stats import spearmanr
+
+    expected = 1 - spearmanr(several[1].row, several[2].row).statistic
+    assert disagreement(several[1:3]) == pytest.approx(expected)
+    assert disagreement([several[1], several[1]]) == pytest.approx(0)
+    flat = replace(several[1], scores=np.ones_like(several[1].scores))
+    assert np.isnan(disagreement([several[1], flat]))
+
+
+def test_relevances_of_one_input_are_one_example(several, answers):
+    assert examples_of(answers, None) == ([0, 0, 0], [])
+    assert examples_of(several, None)[0] == [0, 1, 1, 2]
+    again = [answers[0], answers[1], answers[0], answers[1]]  # of another input with the same tokens
+    places, examples = examples_of(again, list("abcd"))
+    assert places == [0, 0, 1, 1]
+    assert [one["name"] for one in examples] == ["a", "c"]
+
+
+def test_the_page_of_an_evaluation_says_what_its_summary_does(evaluation, tmp_path):
+    held = data_of(evaluation.save(tmp_path / "page.html").read_text())
+    found = {
+        (chart["name"], one["label"]): (one["mean"], one["low"], one["high"], one["n"], one["undefined"])
+        for chart in held["charts"]
+        for one in chart["intervals"]
+    }
+    expected = {
+        (one.metric, one.method if one.layer is None else f"{one.method}, layer {one.layer}"): (
+            *(None if np.isnan(value) else value for value in (one.mean, one.low, one.high)), one.n, one.undefined
+        )
+        for one in evaluation.summary()
+    }  # fmt: skip
+    assert found == expected
+    assert {chart["name"]: chart["direction"] for chart in held["charts"]} == {
+        "blank-out": "up",
+        "comprehensiveness": "up",
+    }
+    assert sum("has the best mean" in sentence for sentence in held["words"]) == 2
+
+
+@in_chromium
+@pytest.mark.parametrize("width", [360, 1200])
+def test_the_page_of_an_evaluation_opens_without_a_complaint(browser, pages, width):
+    browser.open(pages / "evaluation.html", width=width)
+    assert browser.ask("document.querySelectorAll('#panel svg').length") == 2
+    assert browser.ask("document.documentElement.scrollWidth") <= width
+    assert browser.complaints == []
+
+
+GRAVE = ("serious", "critical")
+
+
+@pytest.fixture(scope="module")
+def faults(browser):
+    """The serious faults of accessibility that axe finds in the page that is open: (name, element) each."""
+    reason = "axe, which looks for what keeps people out of a page, is not installed"
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
+
+    def found():
+        serious = [
+            one for one in axe.run(browser.page).response["violations"] if one["impact"] in ("serious", "critical")
+        ]
+        return [(one["id"], node["html"][:200]) for one in serious for node in one["nodes"]]
+
+    return found
+
+
+@in_chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", ["text", "image", "hostile", "several", "evaluation"])
+def test_axe_finds_no_serious_fault(browser, faults, pages, name, dark):
+    browser.open(pages / f"{name}.html", dark=dark)
+    assert faults() == []
+    for view in browser.ask("[...document.querySelectorAll('[role=tab]')].map((tab) => tab.dataset.key)"):
+        browser.ask(f"document.getElementById('tab-{view}').click()")
+        assert faults() == [], view
+
+
+@in_chromium
+def test_axe_sees_a_fault(browser, faults, tmp_path):
+    (tmp_path / "bad.html").write_text('<!doctype html><html lang="en"><title>bad</title><button></button></html>')
+    browser.open(tmp_path / "bad.html")
+    assert ("button-name", "<button></button>") in faults()
+
+
+# ---------------------------------------------------------------- several methods in one picture, parts of an answer
+
+
+def test_methods_share_one_scale_in_one_picture(photograph, answers, several, minilm):
+    relevance, trace, image = photograph
+    alike = [relevance, attnflow.relevance(trace, "raw")]
+    figure = plots.picture(alike, image)
+    titled = [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
+    assert [title.split(",")[0] for title in titled] == ["rollout", "raw"]
+    ends = colour.patch_scale(np.concatenate([wording.patches(one, one.row).ravel() for one in alike]))
+    assert figure.axes[-1].get_ylim() == pytest.approx((ends.low, ends.high))
+    assert len(figure.axes) == 4  # the photograph, two maps, one scale
+    assert len(plots.picture(answers).axes) == 4
+    model, words = minilm
+    long = attnflow.capture(model, 5 * PIECES, tokenizer=words)
+    figure = plots.picture([attnflow.rollout(long), attnflow.relevance(long, "raw")])
+    drawn = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert sum(text.startswith(("rollout, ", "raw, ")) for text in drawn) == 2
+
+
+def test_maps_of_other_sizes_have_scales_of_their_own_and_say_so(photograph):
+    relevance, _, image = photograph
+    larger = replace(relevance, scores=100 * relevance.scores)
+    figure = plots.overlays([relevance, larger], image)
+    assert "each map has a scale of its own" in figure.get_supxlabel()
+    assert len(figure.axes) == 5
+
+
+@pytest.mark.parametrize("function", [plots.overlays, plots.text_lines, plots.layer_maps])
+def test_pictures_of_other_inputs_are_not_compared(function, several):
+    with pytest.raises(ValueError, match="compare relevances of one|no grid of patches"):
+        function([several[0], several[3]])
+
+
+def test_parts_move_with_the_tokens_that_are_left(stories):
+    model, words = stories
+    trace = attnflow.capture(model, "Once upon a time, Lily had a red ball.", tokenizer=words, generate=4)
+    relevance = attnflow.rollout(trace, query="generated")
+    begun = relevance.recipe["parts"]["written"]
+    assert begun == trace.generated_from
+    assert relevance.without("special").recipe["parts"]["written"] == begun - 1
+    merged = relevance.by_word()
+    word = merged.recipe["parts"]["written"]
+    assert relevance.words is not None
+    assert word == len(set(relevance.words[:begun]))

@@ -21,6 +21,7 @@ from attnflow import cli, explain
 from attnflow.running import processes, sources
 from attnflow.running.results import Failed
 from classifiers import small_bert, small_vit, tokenizer
+from rows import same_rows
 
 TEXTS = [
     "the keys to the cabinet are on the table",
@@ -163,6 +164,24 @@ def test_files_of_every_kind(tmp_path):
     assert read(table) == [(text, None) for text, _ in rows]
 
 
+def test_a_data_set_that_hugging_face_saved(tmp_path, bert):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'attnflow[datasets]'")
+    rows = {"sentence": [*TEXTS[:2], None], "label": [1, 0, 2]}
+    features = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(3)})
+    saved = datasets.Dataset.from_dict(rows, features)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"test": saved}).save_to_disk(tmp_path / "splits")
+    assert read(tmp_path / "one", text="sentence")[:2] == list(zip(TEXTS[:2], [1, 0], strict=True))
+    with pytest.raises(ValueError, match="no column 'text'; its columns are sentence, label"):
+        sources.opened(tmp_path / "one")
+    with pytest.raises(ValueError, match="holds several splits"):
+        sources.opened(tmp_path / "splits")
+    settings = {"text": "sentence", "method": "gradient-rollout", "target": "label"}
+    found = run(tmp_path, bert, tmp_path / "splits" / "test", **settings)
+    assert found.table["target"].to_pylist() == ["1", "0"]
+    assert found.failed == [Failed(2, "row 3", None, "the text is missing")]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "columns", "said"),
     [
@@ -269,16 +288,49 @@ def test_two_workers_write_what_one_does(tmp_path, saved):
     two = attnflow.run(saved, TEXTS, tmp_path / "two", workers=2, **settings)
     assert [path.name for path in one.shards] == [path.name for path in two.shards]
     assert one.manifest["recipe"] == two.manifest["recipe"]
-    for name in one.table.schema.names:
-        first, second = (run.table[name].to_pylist() for run in (one, two))
-        if name in ("scores", "sum", "special", "score"):
-            first, second = (
-                np.concatenate([np.ravel(cell) for cell in cells if cell is not None]) for cells in (first, second)
-            )
-            np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
-        else:
-            assert first == second, name
+    same_rows(one.table, two.table)
     assert one.table["example"].to_pylist() == [number for number in range(len(TEXTS)) for _ in range(2)]
+
+
+def test_parts_write_together_what_one_run_does(tmp_path, bert):
+    """Three parts, of which one begins while another holds the folder, and one goes on after its end."""
+    one = attnflow.run(bert, TEXTS, tmp_path / "one", shard_size=2, shuffle=3)
+    folder, settings = tmp_path / "parts", {"shard_size": 2, "shuffle": 3}
+    inside = list[str]()
+
+    def other(done, total):
+        if not inside:
+            inside.append("begun")
+            attnflow.run(bert, TEXTS, folder, part=(1, 3), **settings)
+            with pytest.raises(ValueError, match="another run is writing"):
+                attnflow.run(bert, TEXTS, folder, part=(0, 3), **settings)
+            with pytest.raises(ValueError, match="another run is writing"):
+                attnflow.run(bert, TEXTS, folder, **settings)
+
+    first = attnflow.run(bert, TEXTS, folder, part=(0, 3), progress=other, **settings)
+    assert inside
+    assert not first.is_whole()
+    before = stamps(folder)
+    two = attnflow.run(bert, TEXTS, folder, part=(2, 3), **settings)
+    assert two.is_whole()
+    assert {name: after for name, after in stamps(folder).items() if name in before} == before
+    assert [path.name for path in one.shards] == [path.name for path in two.shards]
+    same_rows(one.table, two.table)
+    with pytest.raises(ValueError, match=r"part is \(number, count\), such as \(0, 4\).*\(3, 3\) was given"):
+        attnflow.run(bert, TEXTS, folder, part=(3, 3), **settings)
+
+
+def test_torchrun_gives_each_process_its_part(tmp_path, saved):
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(TEXTS))
+    arguments = ["-m", "attnflow", "run", file, "--model", saved, "--shard-size", "2", "-o"]
+    subprocess.run([sys.executable, *arguments, tmp_path / "one"], check=True, capture_output=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, *arguments, tmp_path / "two"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one, two = attnflow.read(tmp_path / "one"), attnflow.read(tmp_path / "two")
+    assert [path.name for path in one.shards] == [path.name for path in two.shards]
+    same_rows(one.table, two.table)
 
 
 def test_workers_need_a_model_that_each_can_load(tmp_path, bert, monkeypatch):

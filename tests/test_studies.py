@@ -2,8 +2,8 @@
 
 import csv
 import json
+import re
 import shutil
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -80,26 +80,19 @@ def test_retinopathy(study, data, tmp_path):
     assert (quality["photographs"], quality["with disease"]) == (60, 54)
     assert {one.task for one in record.standings} >= {"deletion-gap, from [CLS]", "insertion, from [CLS]"}
     written = tmp_path / "small" / "retinopathy"
-    sources = Sources()
-    sources.feed((written / "index.html").read_text())
-    assert len(sources.found) == 2 * (2 + len(STUDIED))
-    assert all((written / source).is_file() for source in sources.found)
-    assert f"AUC {quality['disease AUC']:.2f}" in sources.text
-    assert "Not a diagnosis" in sources.text
+    shown, _ = listed(written / "index.html")
+    pictures = [picture for one in shown["examples"] for picture in one["pictures"]]
+    assert len(pictures) == 2 * (2 + len(STUDIED))
+    assert all(picture["href"].startswith("data:image/jpeg") for picture in pictures)
+    assert f"AUC {quality['disease AUC']:.2f}" in " ".join([shown["warning"], *shown["words"]])
+    assert "Not a diagnosis" in " ".join([shown["warning"], *shown["words"]])
 
 
-class Sources(HTMLParser):
-    """What a page shows, and its text."""
-
-    def __init__(self):
-        super().__init__()
-        self.found, self.text = [], ""
-
-    def handle_starttag(self, tag, attrs):
-        self.found += [value for name, value in attrs if name in ("src", "href")]
-
-    def handle_data(self, data):
-        self.text += data
+def listed(page):
+    """What the page of a list holds, and its text."""
+    text = page.read_text()
+    (block,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(block), text
 
 
 def test_the_layout_of_aptos_is_read(tmp_path):
@@ -146,11 +139,11 @@ def test_names_on_the_page_stay_text(tmp_path, shipped):
     path = tmp_path / "<script>alert(1)</script> & 1.jpg".replace("/", "_")
     shutil.copy(shipped / "images" / "hopper.jpg", path)
     shown = page.Explained(path, 1, 2, 0.5, {"raw": np.arange(16.0).reshape(4, 4)})
-    text = page.write_page(tmp_path / "page", [shown], ["5 < 6"]).read_text()
-    assert "<script>" not in text
-    assert "&lt;script&gt;alert(1)" in text
-    assert "5 &lt; 6" in text
-    assert "http" not in text
+    held, text = listed(page.write_page(tmp_path / "page", [shown], ["5 < 6"]))
+    assert "<script>alert" not in text
+    assert held["examples"][0]["name"].startswith("<script>alert(1)")
+    assert "5 < 6" in held["words"]
+    assert re.findall(r"https?://[^\s\"']+", text) == ["http://www.w3.org/2000/svg"]
 
 
 def test_pronouns(study, data, tmp_path):

@@ -27,6 +27,7 @@ def cases():
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLE)
 def test_capture_is_right_or_refuses(cases, name):
     threads = torch.get_num_threads()

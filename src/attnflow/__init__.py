@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attnflow.propagate.carriers import CARRIERS
     from attnflow.reporting import report
     from attnflow.routes import group_flow, min_cut, paths
+    from attnflow.running.comparison import compare
     from attnflow.running.engine import run
     from attnflow.running.results import Run, read
     from attnflow.trace import Trace
@@ -51,6 +52,7 @@ __all__ = [
     "Trace",
     "capture",
     "capture_batch",
+    "compare",
     "evaluate",
     "explain",
     "flow",
@@ -95,6 +97,7 @@ _HOME = {
     "Trace": "attnflow.trace",
     "capture": "attnflow.capturing",
     "capture_batch": "attnflow.capturing",
+    "compare": "attnflow.running.comparison",
     "flow": "attnflow.methods",
     "flow_bounds": "attnflow.methods",
     "group_flow": "attnflow.routes",

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
@@ -138,7 +139,7 @@ class Relevance:
             tokens=tuple(labels),
             roles=tuple(self.roles[start] for start in starts),
             words=None,
-            recipe={**self.recipe, "pieces": "summed over the tokens of a word, averaged over its queries"},
+            recipe={**self._recipe_of(starts), "pieces": "summed over the tokens of a word, averaged over its queries"},
         )
         if self.rows in ("target", "group"):  # which stand at no position
             return merged
@@ -171,8 +172,14 @@ class Relevance:
             roles=tuple(self.roles[i] for i in keep),
             grid=None if "patch" in roles else self.grid,
             words=None,
-            recipe={**self.recipe, "left_out": {"roles": list(roles), "share": share}},
+            recipe={**self._recipe_of(keep), "left_out": {"roles": list(roles), "share": share}},
         )
+
+    def _recipe_of(self, positions: Sequence[int]) -> dict[str, Any]:
+        """The recipe where just the tokens at these positions, in order, are left: parts begin elsewhere."""
+        parts = self.recipe.get("parts")
+        moved = {name: bisect_left(positions, start) for name, start in (parts or {}).items()}
+        return {**self.recipe, **({"parts": moved} if parts else {})}
 
     def with_checks(self, checks: Mapping[str, Any]) -> Relevance:
         """The same with facts about how far the scores can be trusted in the recipe."""
@@ -279,6 +286,10 @@ def _left_out(value: Any) -> bool:
     return isinstance(value, dict) and _strings(value.get("roles")) and _number(value.get("share"))
 
 
+def _parts(value: Any) -> bool:
+    return isinstance(value, dict) and _counts(list(cast(dict[Any, Any], value).values()))
+
+
 def _or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or holds(value)
 
@@ -295,6 +306,7 @@ _SCHEMA: dict[str, Any] = {
         "settings": {"residual": _or_none(lambda value: _number(value) or value in ("add", "measured"))},
         "model": {"proofs": {"mixers": _or_none(_string)}},
         "left_out": _or_none(_left_out),
+        "parts": _or_none(_parts),
     },
 }
 

@@ -374,6 +374,6 @@ def _relevance(
         layers=(len(trace.layers) - 1,),
         grid=trace.grid,
         words=trace.words,
-        recipe=trace.recipe(method, dict(settings), dict(checks), target=target),
+        recipe=trace.recipe(method, dict(settings), dict(checks), target=target, parts=trace.parts),
         rows="target",
     )

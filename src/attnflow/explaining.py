@@ -141,9 +141,13 @@ def captured(
     if target is None and settings.get("generate") is not None:
         raise ValueError("several tokens are written, and a target is of one: say with target= which, or a function")
     if target is None:
-        seen = capture(model, inputs, **{**settings, "at_each_layer": False, "entered": False})
-        target = "predicted" if has_logits(seen.output) else norm_at(seen.readout, seen.decoder_start or 0)
+        target = usual_target(capture(model, inputs, **{**settings, "at_each_layer": False, "entered": False}))
     return capture(model, inputs, **{**settings, "target": target}), target
+
+
+def usual_target(trace: Trace) -> Target:
+    """What is explained where no target is given: the predicted class, or the norm of what the model returns."""
+    return "predicted" if has_logits(trace.output) else norm_at(trace.readout, trace.decoder_start or 0)
 
 
 def answer(

@@ -90,17 +90,18 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
     return path
 
 
-def locked(file: IO[bytes] | int) -> bool:
+def locked(file: IO[bytes] | int, *, shared: bool = False) -> bool:
     """Whether no other run has the file or folder, which is locked then.
 
-    Without locks (Windows, some network drives) none has. The lock ends with the process that holds it.
+    shared: others that share it may have it too. Without locks (Windows, some network drives) none has. The lock ends
+    with the process that holds it.
     """
     if sys.platform == "win32":
         return True
     import fcntl
 
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

@@ -300,6 +300,7 @@ def relevance_of(method: str, graph: AttentionGraph, scores: Sequence[Any], rows
     target = dict(graph.trace.target or {}) if "gradient" in graph.edges.needs else None
     if target is not None and "gradient at each layer" in graph.edges.needs:
         target["at_each_layer"] = True
+    parts = graph.trace.parts if own else None
     kind = "generated" if rows == "query" and graph.answers != graph.queries else rows
     return Relevance(
         scores=stacked if graph.settings["layer"] == "all" else stacked[0],
@@ -310,6 +311,6 @@ def relevance_of(method: str, graph: AttentionGraph, scores: Sequence[Any], rows
         layers=graph.explained,
         grid=graph.trace.grid if own else None,
         words=graph.trace.words if own else None,
-        recipe=graph.trace.recipe(method, graph.settings, edges=graph.edges.formula, target=target),
+        recipe=graph.trace.recipe(method, graph.settings, edges=graph.edges.formula, target=target, parts=parts),
         rows=kind,
     )

@@ -1,4 +1,4 @@
-"""One page of HTML for one or several answers, with the graph that they came from: `report`."""
+"""Pages of HTML: one or several answers with the graph that they came from (`report`), and an evaluation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ import numpy as np
 
 from attnflow.answer import PAGES, Relevance
 from attnflow.edges import EDGES
+from attnflow.faithfulness.results import Difference, Evaluation, Summary
+from attnflow.faithfulness.run import ALWAYS
 from attnflow.graph import attention_graph
 from attnflow.methods import METHODS, Method
 from attnflow.routes import min_cut, paths
+from attnflow.run_page import save_run_page
+from attnflow.running.results import Run
+from attnflow.show.listing import Chart, Interval, save_list
 from attnflow.show.report import Graph, Start, save_page
 from attnflow.trace import Trace
 
@@ -31,37 +36,47 @@ _GRAPH_SETTINGS = (
 
 
 def report(
-    relevance: Relevance | Sequence[Relevance],
+    relevance: Relevance | Sequence[Relevance] | Run,
     path: str | os.PathLike[str],
     *,
+    names: Sequence[str] | None = None,
     trace: Trace | None = None,
     image: Any = None,
     command: str | None = None,
     start: Start | None = None,
 ) -> Path:
-    """Write one page of HTML that shows everything about one or several relevances, and works offline.
+    """Write one page of HTML that shows everything about one or several relevances or a run, and works offline.
 
     relevance: of one input or of several; the page has a choice of them, and shows maps of one image side by side.
+    Those of other inputs are listed, with how far the methods disagree on each; names: what each relevance is called
+    there, by default the beginning of its text. A run (`read`) has a page without further settings: what its examples
+    say together (`Run.overview`), mean maps of classes, and up to 90 examples.
     trace: what they came from; with it the page draws the graph: the edges of the first relevance that carries edges
     of 0 or more by product or flow, else attention with a residual of 0.5. From the read-out (or the only query) to the
     five tokens that it draws on most, routes and minimum cuts are worked out, which a large graph makes slow.
     image: the photograph that the patches tile, as for an overlay. command: the command line that made the page.
     start: what is shown first; by default the read-out of the trace, if it is one position.
 
-    Raises ValueError for no relevance, a suffix that is not .html, scores that are not finite, an image without
-    patches, and a trace of other tokens.
+    Raises ValueError for no relevance, other than one name each, a suffix that is not .html, scores that are not
+    finite, an image without patches, and a trace of other tokens.
     """
-    relevances = [relevance] if isinstance(relevance, Relevance) else list(relevance)
     path = Path(path)
     if path.suffix.lower() not in PAGES:
         raise ValueError(f"cannot write {path.name!r}: the suffix of a page must be one of {', '.join(PAGES)}")
+    if isinstance(relevance, Run):
+        if any(one is not None for one in (names, trace, image, start)):
+            raise ValueError("the page of a run has its own examples: leave out names, trace, image and start")
+        return save_run_page(relevance, path)
+    relevances = [relevance] if isinstance(relevance, Relevance) else list(relevance)
     if not relevances:
         raise ValueError("no relevance was given; a page shows at least one")
+    if names is not None and len(names) != len(relevances):
+        raise ValueError(f"{len(names)} names were given for {len(relevances)} relevances; give one for each")
     graph = None if trace is None else graph_of(trace, relevances)
     if start is None:
         readout = None if trace is None else trace.readout
         start = Start(query=readout if isinstance(readout, int) else None)
-    return save_page(relevances, path, image=image, graph=graph, command=command, start=start)
+    return save_page(relevances, path, names=names, image=image, graph=graph, command=command, start=start)
 
 
 class _Choice(NamedTuple):
@@ -155,3 +170,45 @@ def _routes(trace: Trace, chosen: _Choice, query: int, layers: Sequence[Any], lo
                 for edge in cut
             ],
         }
+
+
+def report_evaluation(evaluation: Evaluation, path: Path) -> Path:
+    """Write what `Evaluation.summary` and `Evaluation.differences` say as one page of HTML.
+
+    Random scores and the gradient's norm are set apart, with a line through all others. Raises ValueError for an
+    evaluation without values.
+    """
+    summary = evaluation.summary()
+    if not summary:
+        raise ValueError("this evaluation holds no value, so there is nothing to draw; its failures say why")
+    charts = [
+        Chart(
+            metric,
+            "up" if block[0].direction == "up" else "down",
+            [Interval(_label(one), one.mean, one.low, one.high, one.n, one.undefined) for one in block],
+            ALWAYS,
+        )
+        for metric in dict.fromkeys(one.metric for one in summary)
+        for block in [[one for one in summary if one.metric == metric]]
+    ]
+    return save_list(path, "How faithful the methods are", charts=charts, words=[*_words(evaluation)])
+
+
+def _label(one: Summary | Difference) -> str:
+    return one.method if one.layer is None else f"{one.method}, layer {one.layer}"
+
+
+def _words(evaluation: Evaluation) -> Iterator[str]:
+    recipe = evaluation.recipe
+    examples = len({row.example for row in evaluation.rows})
+    model = recipe.get("model", {}).get("class", "the model")
+    yield f"{model} on {examples} examples, target {recipe.get('target')}; dots are means, lines 95 % intervals."
+    yield f"Set apart, with a line through all: {' and '.join(ALWAYS)}. A method that does not beat both finds little."
+    if evaluation.failures:
+        yield f"{len(evaluation.failures)} failures are left out; the first: {evaluation.failures[0].error}"
+    differences = evaluation.differences()
+    for metric in dict.fromkeys(one.metric for one in differences):
+        block = [one for one in differences if one.metric == metric]
+        close = [_label(one) for one in block if not (one.low > 0 or one.high < 0)]
+        said = f"not told apart from it: {', '.join(close)}" if close else "all others are told apart from it"
+        yield f"{metric}: {block[0].than} has the best mean; example by example, {said}."

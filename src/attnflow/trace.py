@@ -11,6 +11,7 @@ import platform
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeAlias, get_args
 
@@ -149,6 +150,12 @@ class Trace:
             for group in dict.fromkeys(names)
         }
 
+    @property
+    def parts(self) -> dict[str, int] | None:
+        """Where the decoder and what the model wrote begin among the tokens; None where there is neither."""
+        begin = {"decoder": self.decoder_start, "written": self.generated_from}
+        return {name: start for name, start in begin.items() if start is not None} or None
+
     def recipe(
         self, method: str, settings: Mapping[str, Any], checks: Mapping[str, Any] | None = None, **more: Any
     ) -> dict[str, Any]:
@@ -157,8 +164,7 @@ class Trace:
         more: further entries, but for those that are None.
         """
         model = {name: fact for name, fact in self.model.items() if name != "versions"}
-        versions = {package: version(package) for package in ("attnflow", "numpy")}
-        versions |= {"python": platform.python_version(), **self.model.get("versions", {})}
+        versions = {**_versions(), **self.model.get("versions", {})}
         return {
             "method": method,
             "settings": settings,
@@ -229,6 +235,12 @@ class Trace:
             for number, layer in enumerate(layers):
                 _check_weights(number, layer)
         return trace
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """What made an answer, beside the model's own packages; finding them takes as long as a short text's rollout."""
+    return {package: version(package) for package in ("attnflow", "numpy")} | {"python": platform.python_version()}
 
 
 def layer_arrays(attention: Any) -> list[torch.Tensor]:

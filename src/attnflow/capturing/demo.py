@@ -29,7 +29,9 @@ def dinov2() -> torch.nn.Module:
         hidden_size=384, num_hidden_layers=12, num_attention_heads=6, mlp_ratio=4, image_size=518, patch_size=14
     )
     model = Dinov2Model(config)
-    model.load_state_dict(_dinov2_weights(onnx.load(folder / "models" / "vit_s_focus.onnx").graph))
+    model.load_state_dict(
+        _dinov2_weights(onnx.load(folder / "models" / "vit_s_focus.onnx").graph, set(model.state_dict()))
+    )
     model.config.name_or_path = IMAGE
     return model
 
@@ -43,8 +45,8 @@ def _package(module: str, name: str) -> Path:
     return Path(spec.origin).parent
 
 
+# What the newer versions of transformers call it.
 _ONNX_TO_TRANSFORMERS = (
-    ("backbone.", ""),
     ("attention.attention.query", "attention.q_proj"),
     ("attention.attention.key", "attention.k_proj"),
     ("attention.attention.value", "attention.v_proj"),
@@ -52,14 +54,17 @@ _ONNX_TO_TRANSFORMERS = (
 )
 
 
-def _dinov2_weights(graph: Any) -> dict[str, torch.Tensor]:
-    """The weights of the ONNX graph under the names of the model.
+def _dinov2_weights(graph: Any, known: set[str]) -> dict[str, torch.Tensor]:
+    """The weights of the ONNX graph under the names that the model has (`known`).
 
     Exported linear layers keep their bias by name, and their weight as the nameless operand of the MatMul before it.
     """
     from onnx import numpy_helper
 
     def renamed(name: str) -> str:
+        name = name.removeprefix("backbone.")
+        if name in known:
+            return name
         for old, new in _ONNX_TO_TRANSFORMERS:
             name = name.replace(old, new)
         return name

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
+from attnflow.cli.compare import compare
 from attnflow.cli.evaluate import evaluate
 from attnflow.cli.explain import array, image, text
 from attnflow.cli.printing import console, escape_what_cannot_be_encoded, note, print_json, print_table
@@ -17,7 +18,14 @@ from attnflow.cli.study import study
 from attnflow.files import named
 
 # Which extra of ours installs a package that not everything needs.
-_EXTRAS = {"transformers": "hf", "tokenizers": "hf", "timm": "timm", "captum": "captum"}
+_EXTRAS = {
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "timm": "timm",
+    "captum": "captum",
+    "ray": "ray",
+    "datasets": "datasets",
+}
 
 app = App(
     name="attnflow",
@@ -28,7 +36,7 @@ app = App(
 )
 
 
-for command in (text, image, array, run, report, evaluate, study):
+for command in (text, image, array, run, report, compare, evaluate, study):
     app.command(command)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnflow.cli.arguments import Integer, check_model, names
+from attnflow.cli.arguments import Integer, check_model, check_outputs, names
 from attnflow.cli.arguments import layer as layer_number
 from attnflow.cli.arguments import target as wanted_target
 from attnflow.cli.printing import note, print_json, print_table, progress, take_messages, working
@@ -23,6 +24,8 @@ def evaluate(
     /,
     *,
     model: str,
+    text: str | None = None,
+    label: str | None = None,
     masks: Path | None = None,
     methods: str = "raw,rollout,flow",
     metrics: str | None = None,
@@ -33,6 +36,7 @@ def evaluate(
     special: Annotated[bool, Parameter(negative=())] = False,
     limit: Integer | None = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    page: Path | None = None,
     batch_size: Integer = 64,
     seed: Integer = 0,
     device: str = "cpu",
@@ -45,10 +49,15 @@ def evaluate(
     Parameters
     ----------
     data
-        A file with one text on each line, and its label behind a tab if it has one; or a folder of photographs, those
-        with a label in a folder named after it: the index or the name of a class.
+        A file with one text on each line, and its label behind a tab if it has one; a table (.csv, .jsonl, .parquet, or
+        what Hugging Face's datasets saved); or a folder of photographs, those with a label in a folder named after it:
+        the index or the name of a class.
     model
         A local folder or a Hugging Face hub name of a text classifier, or of an image classifier (also of timm).
+    text
+        The column of the texts of a table; by default the one called text.
+    label
+        The column of the labels of a table; by default the one called label, if there is one.
     masks
         A folder with a mask of the same name for each photograph, black outside: adds the tests of segmentation.
     methods
@@ -76,6 +85,8 @@ def evaluate(
         Take the first examples only.
     output
         Write every value to a new .parquet file. A run that was killed goes on where it stopped if it is called again.
+    page
+        Write a page of the summary (.html): a chart of the methods for each metric.
     batch_size
         Cases in one forward pass.
     seed
@@ -91,21 +102,32 @@ def evaluate(
     """
     with working("loading the model", quiet=quiet):
         take_messages(quiet=quiet)
+        from attnflow.answer import PAGES
         from attnflow.capturing import checkpoints
         from attnflow.capturing.models import load_model
         from attnflow.faithfulness import loading
         from attnflow.faithfulness.run import check_names, check_output, evaluate
+        from attnflow.running import sources
 
         chosen, measured = check_names(names(methods), None if metrics is None else names(metrics))
         what = wanted_target(target, against)
         check_model(model)
         if output is not None:
             check_output(output)
+        if page is not None:
+            check_outputs([page], PAGES, data, masks)
         if limit is not None and limit < 1:
             raise ValueError(f"--limit takes a number of examples from 1 on; it is {limit}")
         if not data.exists():
             raise FileNotFoundError(f"there is no {str(data)!r}; give a file of texts, or a folder of photographs")
-        if data.is_dir():
+        table = text is not None or label is not None or sources.has_columns(data)
+        if table and masks:
+            raise ValueError(f"--masks goes with a folder of photographs; {str(data)!r} is a table of texts")
+        if table:
+            source = sources.opened(data, text=text, label=label)
+            classifier, tokenizer = load_model(model, task="text-classification", device=device)
+            examples = [partial(sources.labelled, example, classifier) for example in source.read()]
+        elif data.is_dir():
             loaded = load_model(model, task="image-classification", device=device)
             examples, classifier, tokenizer = loading.photographs(data, loaded, masks), loaded.model, None
         elif masks:
@@ -131,8 +153,10 @@ def evaluate(
             seed=seed,
             progress=called,
         )
-    if output is not None:
-        note(f"wrote {named(output)}", quiet=quiet)
+    if page is not None:
+        evaluation.save(page)
+    for path in filter(None, (output, page)):
+        note(f"wrote {named(path)}", quiet=quiet)
     summary = evaluation.summary()
     if json:
         print_json({"recipe": evaluation.recipe, "summary": [_finite(one._asdict()) for one in summary]})

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from attnflow.cli.arguments import Integer, check_model, check_outputs, integer, names
 from attnflow.cli.arguments import layer as layer_number
 from attnflow.cli.arguments import target as wanted_target
-from attnflow.cli.printing import note, print_json, print_relevance, progress, take_messages, working
+from attnflow.cli.printing import note, print_json, print_knockout, print_relevance, progress, take_messages, working
 from attnflow.files import named
 from attnflow.memory import check_memory, check_pixels
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from attnflow.answer import Relevance
+    from attnflow.faithfulness.routes import RouteTest
     from attnflow.trace import Query, Trace
 
 Pooling = Literal["mean", "first", "last", "output"]
@@ -71,8 +72,8 @@ class Options:
     drop: Annotated[tuple[Literal["special", "prefix"], ...], Parameter(negative=(), show_default=False)] = ()
     """Leave out the tokens of a role from what is shown and written; their share is said."""
     output: Annotated[tuple[Path, ...], Parameter(name=["--output", "-o"], negative=(), show_default=False)] = ()
-    """Write a file, by suffix: a page to explore (.html, of all methods), a picture (.png, .svg, .pdf) or data (.json,
-    .npz). May be given several times."""
+    """Write a file, by suffix: a page to explore (.html) or a picture (.png, .svg, .pdf), both of all methods, or data
+    (.json, .npz). May be given several times."""
     picture: Literal["map", "graph"] = "map"
     """What pictures show: layers by tokens (images: the overlay), or the layered graph of raw, rollout and flow."""
     json: Annotated[bool, Parameter(negative=())] = False
@@ -91,6 +92,7 @@ def text(
     generate: Integer | None = None,
     similar_to: str | None = None,
     pooling: Pooling | None = None,
+    knockout: Integer | None = None,
     device: str = "cpu",
     options: Options = Options(),
 ) -> None:
@@ -109,10 +111,14 @@ def text(
     pooling
         How the embedding is made of the vectors of the tokens. By default what sentence-transformers saved beside the
         model.
+    knockout
+        Ask the model too: take so many of the strongest edges of each method out of its attention, and say how far the
+        target changes, beside as many random edges.
     device
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """
     _check_generate(generate)
+    _check_knockout(knockout, generate)
     _check_similar(similar_to, pooling, generate, options)
     content = text if text not in (None, "-") else _standard_input()
     if not content.strip():
@@ -126,7 +132,9 @@ def text(
         if generate is not None:
             task = "text-generation"
         else:
-            task = huggingface.trained_task(name) if similar_to is None and _is_targeted(options) else "text"
+            task = (
+                huggingface.trained_task(name) if similar_to is None and (_is_targeted(options) or knockout) else "text"
+            )
         loaded, tokenizer = load_model(name, task=task, device=device)
         _check_written(loaded, huggingface.tokenize(content, loaded, tokenizer), generate)
         target = _target(options)
@@ -134,6 +142,8 @@ def text(
             way = pooling or embeddings.saved_pooling(str(demo.text_folder() if name is None else name))
             target = embeddings.similar_to(loaded, similar_to, tokenizer=tokenizer, pooling=way)
         run = _run(loaded, content, options, target, tokenizer=tokenizer, generate=generate)
+        if knockout is not None:
+            run = replace(run, tested=_knocked_out(run, options, knockout))
     _deliver(run, options, default_layer="-1" if generate else "all")
 
 
@@ -223,6 +233,15 @@ def _check_generate(generate: int | None) -> None:
         raise ValueError(f"--generate takes a number of tokens from 1 on; it is {generate}")
 
 
+def _check_knockout(knockout: int | None, generate: int | None) -> None:
+    if knockout is not None and (knockout < 1 or generate is not None):
+        raise ValueError(
+            f"--knockout takes a number of edges from 1 on; it is {knockout}"
+            if knockout < 1
+            else "--knockout explains one target, and --generate writes several tokens: leave one out"
+        )
+
+
 def _check_similar(similar_to: str | None, pooling: Pooling | None, generate: int | None, options: Options) -> None:
     """Refuse what does not go together with a similarity as the target."""
     if similar_to is None:
@@ -287,13 +306,17 @@ def array(file: Path, /, *, example: Integer | None = None, options: Options = O
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A trace, with the model and the input that it came from, where it came from any, and the target chosen."""
+    """A trace, with the model and the input that it came from, where it came from any, and the target chosen.
+
+    tested: what taking the edges of each method out of the model did.
+    """
 
     trace: Trace
     model: Any = None
     inputs: Any = None
     target: Any = None
     tokenizer: Any = None
+    tested: RouteTest | None = None
 
 
 def _run(model: Any, inputs: Any, options: Options, target: Any, *, tokenizer: Any = None, **settings: Any) -> Run:
@@ -305,6 +328,17 @@ def _run(model: Any, inputs: Any, options: Options, target: Any, *, tokenizer: A
     settings |= kept_for(_methods(options), options.residual) | entered_for(_methods(options), settings)
     trace, target = captured(model, inputs, _methods(options), target, settings)  # pyright: ignore[reportArgumentType]
     return Run(trace, model, inputs, target, tokenizer)
+
+
+def _knocked_out(run: Run, options: Options, edges: int) -> RouteTest:
+    """How far the target changes without the strongest edges of the methods that have any."""
+    from attnflow.explaining import usual_target
+    from attnflow.faithfulness.routes import route_test
+    from attnflow.methods import METHODS
+
+    with_edges = [name for name in _methods(options) if name in METHODS]
+    target = usual_target(run.trace) if run.target is None else run.target
+    return route_test(run.model, run.inputs, run.tokenizer, target, with_edges, edges)
 
 
 def _target(options: Options) -> Any:
@@ -325,6 +359,8 @@ def _is_targeted(options: Options) -> bool:
 
 def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | None = None) -> None:
     """Compute, write what was asked for, each file as soon as it is ready, and print."""
+    from attnflow.answer import PAGES
+
     for line in run.trace.model.get("notes", ()):
         note(line, quiet=options.quiet)
     layer = options.layer if options.layer is not None else default_layer
@@ -340,24 +376,33 @@ def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | N
         answers[method] = relevance
         for path in _outputs(options, method):
             try:
-                _write(path, run, relevance, options, image)
+                relevance.save(path)
             except (ValueError, OSError, MemoryError) as error:  # the other files can be written all the same
                 failed.append(error)
             else:
                 note(f"wrote {named(path)}", quiet=options.quiet)
-    for path in _pages(options):
+    for path in _together(options):
         try:
-            _write_page(path, run, whole, options, layer, image)
+            if path.suffix.lower() in PAGES:
+                _write_page(path, run, whole, options, layer, image)
+            else:
+                _write_picture(path, run, list(answers.values()), options, image)
         except (ValueError, OSError, MemoryError) as error:
             failed.append(error)
         else:
             note(f"wrote {named(path)}", quiet=options.quiet)
     if options.json:
         found = {method: relevance.as_dict() for method, relevance in answers.items()}
+        if run.tested is not None:
+            for method, own in found.items():
+                taken = run.tested.taken.get(method)
+                own["knockout"] = None if taken is None else {"base": run.tested.base, **taken._asdict()}
         print_json(found if len(found) > 1 else next(iter(found.values())))
     else:
         for relevance in answers.values():
             print_relevance(relevance)
+        if run.tested is not None:
+            print_knockout(run.tested)
     for relevance in answers.values():
         _say_saturation(relevance, options)
     if failed:
@@ -365,19 +410,19 @@ def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | N
 
 
 def _outputs(options: Options, *methods: str) -> list[Path]:
-    """The files to write for some methods, but for pages: of several methods each has its name in its own."""
-    pages = _pages(options)
-    paths = [path for path in options.output if path not in pages]
+    """The files of data to write for some methods: of several methods each has its name in its own."""
+    together = _together(options)
+    paths = [path for path in options.output if path not in together]
     if len(_methods(options)) == 1:
         return paths
     return [path.with_stem(f"{path.stem}-{method}") for path in paths for method in methods]
 
 
-def _pages(options: Options) -> list[Path]:
-    """The pages to write, of which each shows all methods."""
-    from attnflow.answer import PAGES
+def _together(options: Options) -> list[Path]:
+    """The pages and pictures to write, of which each shows all methods."""
+    from attnflow.answer import PAGES, PICTURES
 
-    return [path for path in options.output if path.suffix.lower() in PAGES]
+    return [path for path in options.output if path.suffix.lower() in PAGES + PICTURES]
 
 
 def _compute(run: Run, method: str, options: Options, layer: str) -> Relevance:
@@ -443,7 +488,7 @@ def _begin(
     if options.method is None:
         options = replace(options, method=DEFAULTS[job if target is None else "target"])
     methods = _methods(options)
-    check_outputs([*_outputs(options, *methods), *_pages(options)], SUFFIXES, *inputs)
+    check_outputs([*_outputs(options, *methods), *_together(options)], SUFFIXES, *inputs)
     check_methods(methods, target)
     if options.path_from is not None and "integrated-gradients" not in methods:
         raise ValueError(f"--path-from has no part in {', '.join(methods)}: it is for integrated-gradients")
@@ -458,18 +503,13 @@ def _begin(
     return options
 
 
-def _write(path: Path, run: Run, relevance: Relevance, options: Options, image: Image | None) -> None:
-    from attnflow.answer import PICTURES
-
-    if path.suffix.lower() not in PICTURES:
-        relevance.save(path)
-        return
+def _write_picture(path: Path, run: Run, answers: list[Relevance], options: Options, image: Image | None) -> None:
     from attnflow.show import plots
     from attnflow.show.graph import attention_graph
     from attnflow.show.wording import doubts
 
     if options.picture == "map":
-        plots.save_figure(plots.picture(relevance, image), path)
+        plots.save_figure(plots.picture(answers, image), path)
         return
     if any(queries != keys for _, queries, keys in (layer.shape for layer in run.trace.layers)):
         raise ValueError("--picture graph needs layers of as many queries as keys")
@@ -477,7 +517,7 @@ def _write(path: Path, run: Run, relevance: Relevance, options: Options, image: 
     panels = {method: _compute(run, method, whole, "all") for method in ("raw", "rollout", "flow")}
     if options.words:
         panels = {method: panel.by_word() for method, panel in panels.items()}
-    highlighted = relevance.queries[0] if len(relevance.queries) == 1 else None
+    highlighted = answers[0].queries[0] if len(answers[0].queries) == 1 else None
     scores = {method: panel.scores for method, panel in panels.items()}
     notes = [f"{method}: {doubt}" for method, panel in panels.items() for doubt in doubts(panel)]
     plots.save_figure(attention_graph(scores, panels["raw"].tokens, query=highlighted, notes=notes), path)

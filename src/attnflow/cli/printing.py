@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from attnflow.answer import Relevance
+    from attnflow.faithfulness.routes import RouteTest
 
 
 # Wider than any table.
@@ -116,6 +117,18 @@ def print_table(table: Table) -> None:
     output.width = max(output.width, needed)
     with standard_output():
         output.print(table)
+
+
+def print_knockout(tested: RouteTest) -> None:
+    """What the target loses without the edges of each method, beside random edges."""
+    from rich.table import Table
+
+    table = Table("edges taken out of", "edges", "change of the target", "random edges", "random, same queries")
+    for name, taken in tested.taken.items():
+        changes = (f"{value:+.4f}" for value in (-taken.change, -taken.random, -taken.same_queries))
+        table.add_row(name, str(taken.edges), *changes)
+    table.caption = f"the target is {tested.base:.4f} of the whole model"
+    print_table(table)
 
 
 def print_relevance(relevance: Relevance) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,8 @@ def run(
     limit: Integer | None = None,
     shuffle: Integer | None = None,
     workers: Integer = 1,
+    engine: Literal["local", "ray"] = "local",
+    part: str | None = None,
     batch_size: Integer = 16,
     shard_size: Integer = 128,
     fail_fast: Annotated[bool, Parameter(negative=())] = False,
@@ -100,6 +103,11 @@ def run(
         Take the examples in an order that this seed draws.
     workers
         Processes, each with its own model and its share of the cores.
+    engine
+        ray takes actors of a Ray cluster instead of processes: that of RAY_ADDRESS, or one started here.
+    part
+        Explain one part of the data into the folder that all parts share: 0/4 is the first of four. Under torchrun each
+        process has its own part unless told otherwise, and cuda is the device of its local rank.
     batch_size
         Examples in one forward pass, at most.
     shard_size
@@ -119,6 +127,7 @@ def run(
         take_messages(quiet=quiet)
         from attnflow.running.engine import run as explain_all
 
+    own = _part(part)
     given = {"start_layer": start_layer, "head": head, "residual": residual, "query": query and _position(query)}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     with stages(quiet=quiet) as bar:
@@ -135,10 +144,12 @@ def run(
             limit=limit,
             shuffle=shuffle,
             workers=workers,
+            engine=engine,
+            part=own,
             batch_size=batch_size,
             shard_size=shard_size,
             fail_fast=fail_fast,
-            device=device,
+            device=_device(device),
             receptive_field=receptive_field,
             progress=_with_rate(bar),
             note=lambda message: note(message, quiet=quiet),
@@ -147,6 +158,9 @@ def run(
             **settings,
         )
     summary = found.summary()
+    if own is not None and not found.is_whole(limit):
+        note(f"part {own[0]} of {own[1]} is done; other parts of {named(found.path)} are not whole yet", quiet=quiet)
+        return
     if json:
         print_json({"manifest": found.manifest, "summary": summary})
     else:
@@ -162,6 +176,23 @@ def run(
 
 def _position(query: str) -> Any:
     return int(query) if query.removeprefix("-").isdecimal() else query
+
+
+def _part(given: str | None) -> tuple[int, int] | None:
+    """The part of the data that --part names, or that torchrun gives this process."""
+    if given is not None:
+        number, _, count = given.partition("/")
+        expected = "a part and how many there are, such as 0/4"
+        return integer("--part", number, expected), integer("--part", count, expected)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return None
+
+
+def _device(name: str) -> str:
+    """The device named; under torchrun each process of a machine has the GPU of its own number."""
+    local = os.environ.get("LOCAL_RANK")
+    return f"cuda:{local}" if name == "cuda" and local is not None and "TORCHELASTIC_RUN_ID" in os.environ else name
 
 
 def _target(target: str) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from attnflow.answer import PAGES
 from attnflow.faithfulness.metrics import METRICS
 from attnflow.files import named, plain, to_json, write_whole
 from attnflow.memory import check_memory
@@ -155,7 +156,14 @@ class Evaluation:
         return groups
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a Parquet file, whole or not at all; failures are its rows with an error and no metric."""
+        """Write every value to a Parquet file, or by the suffix .html a page of the summary; whole or not at all.
+
+        Failures are rows of the file with an error and no metric; the page counts them.
+        """
+        if Path(path).suffix.lower() in PAGES:
+            from attnflow.reporting import report_evaluation
+
+            return report_evaluation(self, Path(path))
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -238,6 +246,6 @@ def interval(
     if values.size < FEW:
         half = float(stats.t.ppf((1 + level) / 2, values.size - 1) * values.std(ddof=1) / math.sqrt(values.size))
         return float(values.mean()) - half, float(values.mean()) + half
-    means = values[rng.integers(0, values.size, (resamples, values.size))].mean(axis=1)
+    means = [values[rng.integers(0, values.size, values.size)].mean() for _ in range(resamples)]
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

@@ -30,7 +30,9 @@ Progress: TypeAlias = Callable[[int, int], object]
 Result = TypeVar("Result")
 
 # How far to go with a pair: the names of constants of `_maxflow`, which this file loads only where there is work.
-Effort: TypeAlias = Literal["BOUND", "FILL", "EXACT"]
+Effort: TypeAlias = Literal["BOUND", "FILL", "EXACT", "CUT"]
+# The kernels of each are compiled when the first work needs them.
+Part: TypeAlias = Literal["pairs", "half ways", "routes"]
 
 # The least and the most that a thread solves before it looks up, in nodes of the pairs' graphs: about 1 ms, to be worth
 # a thread, and 30 ms, so that Ctrl-C is heard and progress seen.
@@ -94,6 +96,14 @@ def single(top: Array, below: Sequence[Array]) -> tuple[Graph, Any]:
     return graph, kernels.new_work(*graph.capacity.shape[:2])
 
 
+def solve_single(effort: Effort, graph: Graph, work: Any) -> float:
+    """The flow of the pair of `single`; work then holds how it runs, or for "CUT" the sides of a minimum cut."""
+    kernels, none = load_kernels(), np.empty((0, 1))
+    solved, stop = Solved(np.empty(1), np.empty(1), np.empty(1, np.uint8)), np.zeros(1, np.uint8)
+    kernels.solve_pairs(0, getattr(kernels, effort), -1, none, none, graph, work, *solved, stop)
+    return float(solved.values[0])
+
+
 def refuse_too_much(queries: Sequence[int], below: Sequence[Array], threads: int) -> None:
     """Refuse work that cannot fit, before it starts; queries: how many of each stack, the lowest stack first.
 
@@ -128,8 +138,8 @@ def _thread_count() -> int:
 
 
 @cache
-def load_kernels() -> ModuleType:
-    """The kernels, compiled; says so through `logging` where numba does not find them compiled on the disk."""
+def load_kernels(part: Part = "pairs") -> ModuleType:
+    """The kernels, with those of a part compiled; says so through `logging` where numba does not find them on disk."""
     from numba.core import event
 
     class Note(event.Listener):
@@ -139,8 +149,8 @@ def load_kernels() -> ModuleType:
 
         def on_start(self, event: Any) -> None:
             if not self.said:
-                message = "attnflow is compiling its flow kernels: up to half a minute, the first time only"
-                logging.getLogger("attnflow").warning(message)
+                message = "attnflow is compiling its kernels for flow (%s): some seconds, the first time only"
+                logging.getLogger("attnflow").warning(message, part)
             self.said = True
 
         def on_end(self, event: Any) -> None:
@@ -152,16 +162,17 @@ def load_kernels() -> ModuleType:
         one, none, amounts = np.ones((1, 1)), np.empty((0, 1)), np.ones(1)
         with _threads(1) as pool:
             graph = _with_upper(one, _with_lower(_stack([one, one], 1), pool), pool)
-        work, totals, place, edge = kernels.new_work(1, 1), np.empty(2), np.zeros(1, np.int64), np.zeros((1, 2), int)
-        kernels.meets(1.0, 0, amounts, amounts, graph, work)
-        kernels.half_ways(np.zeros(1, np.intp), False, 0, graph, work, one)
-        kernels.solve_pairs(
-            0, kernels.EXACT, -1, none, none, graph, work, amounts, np.empty(1), *np.zeros((2, 1), np.uint8)
-        )
-        kernels.upper_bound(0, 0, graph, totals)
-        kernels.solve_pair(0, 0, 1.0, totals, kernels.CUT, graph, work)
-        kernels.solve_around(1.0, edge, amounts, amounts, amounts, graph, work)
-        kernels.widest_routes(place, place, amounts, np.arange(3), 2.0, 0.0, edge, amounts)
+        work, place, edge = kernels.new_work(1, 1), np.zeros(1, np.int64), np.zeros((1, 2), int)
+        if part == "pairs":
+            solved = np.empty(1), np.empty(1), *np.zeros((2, 1), np.uint8)
+            kernels.solve_pairs(0, kernels.EXACT, -1, none, none, graph, work, *solved)
+        elif part == "half ways":
+            kernels.upper_bound(0, 0, graph, np.empty(2))
+            kernels.half_ways(np.zeros(1, np.intp), False, 0, graph, work, one)
+            kernels.meets(1.0, 0, amounts, amounts, graph, work)
+        else:
+            kernels.solve_around(1.0, edge, amounts, amounts, amounts, graph, work)
+            kernels.widest_routes(place, place, amounts, np.arange(3), 2.0, 0.0, edge, amounts)
     return kernels
 
 
@@ -314,12 +325,11 @@ def _meeting(top: Array, stack: Graph, spare: SimpleQueue[Any], pool: ThreadPool
     In deep stacks one flow per query and one per token prove nearly every pair: they are worth it if enough pairs of a
     sample meet. The layer is -1 if not. Values do not depend on it, for what meets is the bound that is met anyway.
     """
-    from attnflow.propagate import _maxflow as kernels
-
     (layers, nodes, _), queries, tokens = stack.capacity.shape, len(top), stack.lower.shape[1]
     none = -1, np.empty((0, nodes))
     if layers < 3 or queries * tokens * nodes * layers < _WORTH_A_SAMPLE:
         return none
+    kernels = load_kernels("half ways")
     some = np.unique(np.linspace(0, queries - 1, 3).astype(np.intp))
     others = np.unique(np.linspace(0, tokens - 1, 5).astype(np.intp))
     graph = _with_upper(top[some], stack, pool)

@@ -61,6 +61,9 @@ EVENNESS = np.array([1.05, 1.2, 1.5, 4.0, np.inf])
 # identity, take 0.8 times as long, plain attention as long as with all five.
 BEFORE_A_SEARCH = np.array([1.5, np.inf])
 
+# Where flow can wait, nodes with more to give than so many times the mean go first, step by step.
+SHARES = (4.0, 2.0, 1.0, 0.5, 0.0)
+
 
 class Graph(NamedTuple):
     """What holds for all pairs; see the layout above. Read only, shared by all threads."""
@@ -107,7 +110,7 @@ def new_work(layers: int, nodes: int) -> Work:
         up=np.zeros((layers, nodes, words), np.uint64),
         excess=np.zeros((layers + 1, nodes)),
         need=np.zeros((layers + 1, nodes)),
-        take=np.zeros((2, nodes)),
+        take=np.zeros((4, nodes)),
         open=np.zeros(words, np.uint64),
         distance=np.zeros((layers + 1, nodes), np.int32),
         unseen=np.zeros((layers + 1, words), np.uint64),
@@ -130,12 +133,17 @@ def _lowest_bit(typingctx: Any, word: Any) -> Any:
 lowest_bit: Any = intrinsic(_lowest_bit)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: Callable[..., Any], **options: Any) -> Any:
     """Compile at the first call, and keep the code on disk; where nothing can be written, compile in each process."""
     try:
-        return njit(cache=True, nogil=True)(function)
+        return njit(cache=True, nogil=True, no_cfunc_wrapper=True, **options)(function)
     except RuntimeError:
-        return njit(nogil=True)(function)
+        return njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """The same for what only kernels call: without a way in for Python, which takes a third of a second to compile."""
+    return kernel(function, no_cpython_wrapper=True, _nrt=False)
 
 
 @kernel
@@ -187,15 +195,26 @@ def usable_edges(capacity: Array, down: Bits) -> None:
                     down[m, i, j >> 6] |= ONE << np.uint64(j & 63)
 
 
-@kernel
-def alone(level: int, query: int, token: int, graph: Graph) -> Array:
-    """How much of a pair's flow each node of a level could carry if it were alone there (node,)."""
-    if level < graph.lower.shape[0]:
-        return np.minimum(graph.upper[level, query], graph.lower[level, token])
-    return graph.upper[level, query].copy()
+@inner
+def total(amounts: Array) -> float:
+    """Their sum. numba compiles the `sum` of arrays ten times as long."""
+    result = 0.0
+    for amount in amounts:
+        result += amount
+    return result
 
 
-@kernel
+@inner
+def alone(level: int, query: int, token: int, graph: Graph, result: Array) -> Array:
+    """How much of a pair's flow each node of a level could carry if it were alone there: into result (node,)."""
+    for i in range(result.shape[0]):
+        result[i] = graph.upper[level, query, i]
+        if level < graph.lower.shape[0]:
+            result[i] = min(result[i], graph.lower[level, token, i])
+    return result
+
+
+@inner
 def transfer(
     m: int,
     give: Array,
@@ -218,13 +237,13 @@ def transfer(
     nodes, words, m = take.shape[0], open_.shape[0], m & PLACE
     lines = (nodes + 7) // 8
     open_[:] = 0
-    total = widest = 0.0
+    sum_ = widest = 0.0
     for j in range(nodes):
-        total += give[j]
+        sum_ += give[j]
         widest = max(widest, give[j])
         if take[j] > dust:
             open_[j >> 6] |= ONE << np.uint64(j & 63)
-    least = max(dust, HEAVY * total / nodes)
+    least = max(dust, HEAVY * sum_ / nodes)
     for second in range(0 if words > 1 and widest > least else 1, 2):
         if second == 1:
             least = dust
@@ -287,7 +306,7 @@ def transfer(
             give[i] = left
 
 
-@kernel
+@inner
 def fill_level(
     m: int, pulling: bool, target: Array, amount: float, evenness: Array, graph: Graph, work: Work, dust: float
 ) -> None:
@@ -296,10 +315,11 @@ def fill_level(
     evenness (attempt,): as `EVENNESS`. Pushing fills level m from the excess above it; pulling fills level m + 1 with
     the need below it.
     """
-    held, rooms, before = work.need[m + 1] if pulling else work.excess[m], work.take[0], work.take[1]
+    held, moved = (work.need[m + 1], work.need[m]) if pulling else (work.excess[m], work.excess[m + 1])
+    rooms, before = work.take[0], work.take[1]
     capacity, straight, flow, line, owner = graph.capacity, graph.straight, work.flow, work.line, work.owner
     down, up, open_ = work.down, work.up, work.open
-    room = target.sum()
+    room = total(target)
     if room == 0.0:
         return
     for even in evenness:
@@ -308,18 +328,18 @@ def fill_level(
             before[i] = max(0.0, target[i] * share - held[i])
             rooms[i] = before[i]
         if pulling:
-            transfer(m, rooms, work.need[m], capacity, straight, flow, line, owner, down, up, open_, dust)
-            rest = work.need[m].max()
+            transfer(m, rooms, moved, capacity, straight, flow, line, owner, down, up, open_, dust)
         else:
-            transfer(m, work.excess[m + 1], rooms, capacity, straight, flow, line, owner, down, up, open_, dust)
-            rest = work.excess[m + 1].max()
+            transfer(m, moved, rooms, capacity, straight, flow, line, owner, down, up, open_, dust)
+        rest = 0.0
         for i in range(held.shape[0]):
             held[i] += before[i] - rooms[i]
+            rest = max(rest, moved[i])
         if share == 1.0 or rest <= dust:
             break
 
 
-@kernel
+@inner
 def fill_evenly(query: int, token: int, bound: float, evenness: Array, graph: Graph, work: Work, dust: float) -> None:
     """A first flow in bulk: the query pushes from above, the token pulls from below, and they meet half way.
 
@@ -332,7 +352,7 @@ def fill_evenly(query: int, token: int, bound: float, evenness: Array, graph: Gr
         pulling = step < pulls
         m = step if pulling else layers - 1 - (step - pulls)
         level = m + 1 if pulling else m
-        fill_level(m, pulling, alone(level, query, token, graph), bound, evenness, graph, work, dust)
+        fill_level(m, pulling, alone(level, query, token, graph, work.take[2]), bound, evenness, graph, work, dust)
     give, take = work.excess[pulls + 1], work.need[pulls]
     flow, line, owner, down, up, open_ = work.flow, work.line, work.owner, work.down, work.up, work.open
     transfer(pulls, give, take, graph.capacity, graph.straight, flow, line, owner, down, up, open_, dust)
@@ -348,18 +368,18 @@ def half_ways(which: Ints, pulling: bool, middle: int, graph: Graph, work: Work,
     for k in range(which.shape[0]):
         start_pair(graph.usable, work)
         ends = reach[0 if pulling else layers, which[k]]
-        amount = ends.sum()
-        if pulling:
-            work.need[0, :] = ends
-        else:
-            work.excess[layers, :] = ends
+        amount, given = total(ends), work.need[0] if pulling else work.excess[layers]
+        for i in range(ends.shape[0]):
+            given[i] = ends[i]
         if amount > 0.0:
             for step in range(middle if pulling else layers - 1 - middle):
                 m = step if pulling else layers - 1 - step
                 level = m + 1 if pulling else m
                 target = reach[level, which[k]] if level < reach.shape[0] else np.ones(ends.shape[0])
                 fill_level(m, pulling, target, amount, EVENNESS, graph, work, amount * DUST)
-        out[k, :] = work.need[middle] if pulling else work.excess[middle + 1]
+        arrived = work.need[middle] if pulling else work.excess[middle + 1]
+        for i in range(ends.shape[0]):
+            out[k, i] = arrived[i]
 
 
 @kernel
@@ -408,7 +428,105 @@ def meets(bound: float, m: int, pushed: Array, pulled: Array, graph: Graph, work
     return missing <= 0.0
 
 
-@kernel
+@inner
+def largest(amounts: Array) -> int:
+    """The place of the largest."""
+    best = 0
+    for i in range(amounts.shape[0]):
+        if amounts[i] > amounts[best]:
+            best = i
+    return best
+
+
+@inner
+def waits(bound: float, query: int, token: int, narrowest: float, graph: Graph, work: Work) -> bool:
+    """Whether a flow of `bound` is found where each edge straight down could carry all of it: flow can wait anywhere.
+
+    narrowest: the least edge straight down. The place that the query has its largest edge to gives to all others on
+    every level; the place that the token has its largest edge from takes from all others. What a place was given goes
+    to the token from there, on that level or a lower one; what is left goes over one edge more. No other edge is used
+    twice, so all is added up and nothing written down. Edges straight down are not looked at: the flow, scaled to the
+    bound, fits into them.
+    """
+    capacity, usable, top, bottom = graph.capacity, graph.usable, graph.upper[-1, query], graph.lower[0, token]
+    layers, nodes, words = usable.shape
+    source, sink = largest(top), largest(bottom)
+    if source == sink or bound > min(narrowest, min(top[source], bottom[sink])):
+        return False
+    excess, need, open_, give, take, sent = work.excess, work.need, work.open, work.take[0], work.take[1], work.take[2]
+    for j in range(nodes):
+        excess[layers, j], need[0, j] = top[j], bottom[j]
+    for m in range(layers):
+        for j in range(nodes):
+            excess[m, j], need[m + 1, j] = capacity[m, source, j], capacity[m, j, sink]
+    given = taken = 0.0
+    for level in range(layers + 1):
+        excess[level, source] = need[level, sink] = 0.0
+        given += total(excess[level])
+        taken += total(need[level])
+    # Rounding is relative to all that is given or taken; where the bound is far less, this is no proof.
+    if bound * 2.0**10 < max(given, taken):
+        return False
+    arrived, dust = need[0, source], bound * DUST
+    for level in range(layers + 1):
+        arrived += excess[level, sink]
+        excess[level, sink] = need[level, source] = 0.0
+    for j in range(nodes):
+        sent[j] = 0.0
+    for level in range(layers, -1, -1):
+        for above in range(level, layers + 1):
+            from_, to = excess[above], need[level]
+            for j in range(nodes):
+                amount = min(from_[j], to[j])
+                from_[j] -= amount
+                to[j] -= amount
+                sent[j] += amount
+    arrived += total(sent)
+    # From the lowest layer up, with what came latest and what is wanted latest: those have the fewest layers to cross.
+    for level in range(layers - 1, 0, -1):
+        for j in range(nodes):
+            excess[level, j] += excess[level + 1, j]
+    for j in range(nodes):
+        give[j], take[j] = np.inf, 0.0
+    for m in range(layers):
+        if arrived >= bound * (1.0 - MET):
+            return True
+        open_[:], mean = 0, 0.0
+        for j in range(nodes):
+            give[j] = sent[j] = min(give[j], excess[m + 1, j])
+            mean += give[j] / nodes
+            take[j] += need[m, j]
+            if take[j] > dust:
+                open_[j >> 6] |= ONE << np.uint64(j & 63)
+        # Those with most to give go first, each once, for they need nearly all of their edges.
+        most = np.inf
+        for share in SHARES:
+            least = max(dust, share * mean)
+            for i in range(nodes):
+                if sent[i] <= least or sent[i] > most:
+                    continue
+                left, word = give[i], 0
+                while left > dust and word < words:
+                    found = usable[m, i, word] & open_[word]
+                    if word == i >> 6:
+                        found &= ~(ONE << np.uint64(i & 63))
+                    while found != 0 and left > dust:
+                        j = (word << 6) + lowest_bit(found)
+                        lowest = found & (~found + ONE)
+                        found ^= lowest
+                        amount = min(left, take[j], capacity[m, i, j])
+                        left -= amount
+                        take[j] -= amount
+                        arrived += amount
+                        if take[j] <= dust:
+                            open_[word] ^= lowest
+                    word += 1
+                give[i] = left
+            most = least
+    return arrived >= bound * (1.0 - MET)
+
+
+@inner
 def distances(work: Work, dust: float) -> None:
     """How many edges with room lie between each node and the nearest need: breadth first, from the needs up.
 
@@ -465,7 +583,7 @@ def distances(work: Work, dust: float) -> None:
         d += 1
 
 
-@kernel
+@inner
 def send(
     level: int,
     i: int,
@@ -567,7 +685,7 @@ def send(
                 up[level, i, j >> 6] &= ~j_bit
 
 
-@kernel
+@inner
 def send_all(capacity: Array, work: Work, enough: float, dust: float) -> float:
     """One phase: a blocking flow from every excess over shortest ways to needs, or until `enough` is sent.
 
@@ -577,15 +695,15 @@ def send_all(capacity: Array, work: Work, enough: float, dust: float) -> float:
     distances(work, dust)
     excess, need, distance, flow, line, owner = work.excess, work.need, work.distance, work.flow, work.line, work.owner
     down, up, ring, slot, path, amount = work.down, work.up, work.ring, work.slot, work.path, work.amount
-    total, reachable = 0.0, False
+    arrived, reachable = 0.0, False
     levels, nodes = excess.shape
     for level in range(levels):
         for i in range(nodes):
             given, d = excess[level, i], distance[level, i]
             if given <= dust or d < 0:
                 continue
-            if total >= enough:
-                return total
+            if arrived >= enough:
+                return arrived
             reachable = True
             if d == 0:
                 sent = min(given, need[level, i])
@@ -596,11 +714,11 @@ def send_all(capacity: Array, work: Work, enough: float, dust: float) -> float:
                     level, i, d, given, capacity, flow, line, owner, down, up, need, ring, slot, path, amount, dust
                 )
             excess[level, i] = left
-            total += given - left
-    return total if reachable else -1.0
+            arrived += given - left
+    return arrived if reachable else -1.0
 
 
-@kernel
+@inner
 def start_pair(usable: Bits, work: Work) -> None:
     """Forget the flow of the pair before."""
     flow, line, owner = work.flow, work.line, work.owner
@@ -610,9 +728,11 @@ def start_pair(usable: Bits, work: Work) -> None:
             flow[place, k] = 0.0
     owner[0] = 0
     work.up[:] = 0
-    rooms, all_rooms = work.down.ravel(), usable.ravel()
-    for k in range(rooms.size):
-        rooms[k] = all_rooms[k]
+    layers, nodes, words = usable.shape
+    for m in range(layers):
+        for i in range(nodes):
+            for word in range(words):
+                work.down[m, i, word] = usable[m, i, word]
     work.excess[:] = 0.0
     work.need[:] = 0.0
 
@@ -626,7 +746,7 @@ def upper_bound(query: int, token: int, graph: Graph, totals: Array) -> float:
     upper, lower, nodes = graph.upper, graph.lower, graph.upper.shape[2]
     for level in range(totals.shape[0]):
         if level >= lower.shape[0]:
-            totals[level] = upper[level, query].sum()
+            totals[level] = total(upper[level, query])
             continue
         a = b = c = d = 0.0
         for i in range(0, nodes - 3, 4):
@@ -637,22 +757,24 @@ def upper_bound(query: int, token: int, graph: Graph, totals: Array) -> float:
         for i in range(nodes // 4 * 4, nodes):
             a += min(upper[level, query, i], lower[level, token, i])
         totals[level] = (a + b) + (c + d)
-    return totals.min()
+    least = np.inf
+    for level in range(totals.shape[0]):
+        least = min(least, totals[level])
+    return least
 
 
-@kernel
-def finish(value: float, bound: float, effort: int, graph: Graph, work: Work, dust: float) -> tuple[float, int]:
-    """Send on what still can be sent, until the bound is met or, for a cut in any case, until no way is left."""
-    while effort == CUT or value < bound * (1.0 - MET):
-        missing = np.inf if effort == CUT else bound - value
-        arrived = send_all(graph.capacity, work, missing, dust)
+@inner
+def finish(value: float, enough: float, graph: Graph, work: Work, dust: float) -> tuple[float, int]:
+    """Send on what still can be sent, until `enough` has arrived or no way is left."""
+    while value < enough * (1.0 - MET):
+        arrived = send_all(graph.capacity, work, enough - value, dust)
         if arrived < 0.0:
             return value, BY_CUT
         value += arrived
-    return bound, BY_BOUND
+    return enough, BY_BOUND
 
 
-@kernel
+@inner
 def solve_in_bulk(query: int, token: int, bound: float, totals: Array, effort: int, graph: Graph, work: Work) -> float:
     """Find most of a pair's flow by filling evenly, and leave the rest as excess and need for `finish`.
 
@@ -661,26 +783,29 @@ def solve_in_bulk(query: int, token: int, bound: float, totals: Array, effort: i
     upper, lower, layers, nodes = graph.upper, graph.lower, graph.capacity.shape[0], graph.upper.shape[2]
     start_pair(graph.usable, work)
     top, bottom = work.excess[layers], work.need[0]
-    supply, demand = alone(layers, query, token, graph), alone(0, query, token, graph)
+    supply = alone(layers, query, token, graph, work.take[3])
     # Both ends are scaled to the bound first, and the rest is held back: what cannot arrive only gets in the way.
     sent = bound / totals[layers] if bound > 0.0 else 0.0
     wanted = bound / totals[0] if bound > 0.0 else 0.0
     for i in range(nodes):
         top[i] = supply[i] * sent
-        bottom[i] = demand[i] * wanted
+        bottom[i] = min(upper[0, query, i], lower[0, token, i]) * wanted
     if layers > 0 and bound > 0.0:
         evenness = EVENNESS if effort == FILL else BEFORE_A_SEARCH
         fill_evenly(query, token, bound, evenness, graph, work, bound * DUST)
-    value = bound - work.excess.sum()
+    value = bound
+    for level in range(layers + 1):
+        value -= total(work.excess[level])
     # Edges wider than the bound are in no minimum cut; at more than twice the bound, its digits would be lost in them.
     widest = 2.0 * bound if bound > 0.0 else np.inf
     for i in range(nodes):
         top[i] += (min(upper[layers, query, i], widest) if effort == CUT else supply[i]) - supply[i] * sent
-        bottom[i] += (min(lower[0, token, i], widest) if effort == CUT else demand[i]) - demand[i] * wanted
+        demand = min(upper[0, query, i], lower[0, token, i])
+        bottom[i] += (min(lower[0, token, i], widest) if effort == CUT else demand) - demand * wanted
     return value
 
 
-@kernel
+@inner
 def solve_small(query: int, token: int, value: float, bound: float, graph: Graph, work: Work) -> float:
     """A maximum flow far below its bound, to all its digits: no amount is much larger than the flow itself.
 
@@ -694,11 +819,11 @@ def solve_small(query: int, token: int, value: float, bound: float, graph: Graph
         for i in range(graph.upper.shape[2]):
             work.excess[layers, i] = min(graph.upper[layers, query, i], limit)
             work.need[0, i] = min(graph.lower[0, token, i], limit)
-        value, _ = finish(0.0, limit, CUT, graph, work, limit * DUST)
+        value, _ = finish(0.0, np.inf, graph, work, limit * DUST)
     return value
 
 
-@kernel
+@inner
 def solve_pair(
     query: int, token: int, bound: float, totals: Array, effort: int, graph: Graph, work: Work
 ) -> tuple[float, int]:
@@ -713,7 +838,7 @@ def solve_pair(
         if value < bound * (1.0 - MET):
             value += max(0.0, send_all(graph.capacity, work, bound - value, bound * DUST))
         return max(0.0, min(value, bound)), BY_BOUND
-    value, known = finish(value, bound, effort, graph, work, bound * DUST)
+    value, known = finish(value, np.inf if effort == CUT else bound, graph, work, bound * DUST)
     if known == BY_CUT and value < bound * FAR_BELOW:
         value = solve_small(query, token, value, bound, graph, work)
     return value, known
@@ -738,7 +863,10 @@ def solve_pairs(
     pushed (query, node), pulled (token, node) from `half_ways` to try first; middle -1: there are none.
     stop (1,): set by another thread, the rest is left undone.
     """
-    totals = np.empty(graph.upper.shape[0])
+    totals, narrowest = np.empty(graph.upper.shape[0]), np.inf
+    for m in range(graph.straight.shape[0]):
+        for i in range(graph.straight.shape[1]):
+            narrowest = min(narrowest, graph.straight[m, i])
     for k in range(values.shape[0]):
         if stop[0]:
             return
@@ -746,11 +874,13 @@ def solve_pairs(
         bounds[k] = values[k] = upper_bound(query, token, graph, totals)
         known[k] = BY_BOUND
         met = middle >= 0 and meets(bounds[k], middle, pushed[query], pulled[token], graph, work)
+        if BOUND < effort < CUT and not met:
+            met = waits(bounds[k], query, token, narrowest, graph, work)
         if effort != BOUND and not met:
             values[k], known[k] = solve_pair(query, token, bounds[k], totals, effort, graph, work)
 
 
-@kernel
+@inner
 def line_of(m: int, i: int, j: int, work: Work) -> int:
     """The line of an edge in `flow`, a new one if it has none. `transfer` and `send` do the same in place."""
     line, owner, nodes = work.line, work.owner, work.need.shape[1]
@@ -774,8 +904,9 @@ def solve_around(
     capacity, layers = graph.capacity, graph.capacity.shape[0]
     dust, value = maximum * DUST, 0.0
     start_pair(graph.usable, work)
-    work.excess[layers, :] = supply
-    work.need[0, :] = demand
+    for i in range(supply.shape[0]):
+        work.excess[layers, i] = supply[i]
+        work.need[0, i] = demand[i]
     for k in range(routes.shape[0]):
         for m in range(layers):
             i, j = routes[k, layers - 1 - m], routes[k, layers - m]
@@ -786,7 +917,7 @@ def solve_around(
         work.excess[layers, routes[k, 0]] = max(0.0, work.excess[layers, routes[k, 0]] - amounts[k])
         work.need[0, routes[k, layers]] = max(0.0, work.need[0, routes[k, layers]] - amounts[k])
         value += amounts[k]
-    finish(value, maximum, EXACT, graph, work, dust)
+    finish(value, maximum, graph, work, dust)
 
 
 @kernel

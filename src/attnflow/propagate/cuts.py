@@ -92,7 +92,7 @@ def paths(
     """
     if count is not None and count < 0:
         raise ValueError(f"the number of paths must not be negative; it is {count}")
-    kernels = _engine.load_kernels()
+    kernels = _engine.load_kernels("routes")
     layers, queries, tokens = _ends(top, below, query, token)
     value, carried = _carried(layers)
     above, under, room = _edges(carried, value * _DUST)
@@ -123,12 +123,8 @@ def _sides(layers: list[Array]) -> list[NDArray[np.bool_]]:
     tokens, queries = np.ones(layers[0].shape[1], np.bool_), np.zeros(len(layers[-1]), np.bool_)
     if len(layers) == 1:
         return [tokens, queries]
-    kernels = _engine.load_kernels()
-    top, below = _joined(layers)
-    graph, work = _engine.single(top, below)
-    totals = np.empty(len(below))
-    bound = kernels.upper_bound(0, 0, graph, totals)
-    kernels.solve_pair(0, 0, bound, totals, kernels.CUT, graph, work)
+    graph, work = _engine.single(*_joined(layers))
+    _engine.solve_single("CUT", graph, work)
     levels = [work.distance[level, : len(layer)] >= 0 for level, layer in enumerate(layers[:-1])]
     return [tokens, *levels, queries]
 
@@ -142,13 +138,11 @@ def _carried(layers: list[Array]) -> tuple[float, list[Array]]:
     """The value of a maximum flow, and what it sends over every edge of every layer."""
     if len(layers) == 1:
         return float(layers[0].sum()), layers
-    kernels = _engine.load_kernels()
+    kernels = _engine.load_kernels("routes")
     top, below = _joined(layers)
     graph, work = _engine.single(top, below)
     routes, amounts = _widest(graph)
-    totals = np.empty(len(below))
-    bound = kernels.upper_bound(0, 0, graph, totals)
-    value, _ = kernels.solve_pair(0, 0, bound, totals, kernels.EXACT, graph, work)
+    value = _engine.solve_single("EXACT", graph, work)
     # Twice the flow limits nothing, and keeps its digits where the ends are far wider.
     supply, demand = np.minimum(np.minimum(graph.upper[[-1, 0], 0], graph.lower[[-1, 0], 0]), 2 * value)
     kernels.solve_around(value, routes, amounts, supply, demand, graph, work)
@@ -161,12 +155,12 @@ def _carried(layers: list[Array]) -> tuple[float, list[Array]]:
     inner = [flow[m, : len(layer), : layer.shape[1]] for m, layer in enumerate(layers[1:-1])]
     first = _shares(layers[0].T).T * received[: len(layers[0]), None]
     last = _shares(layers[-1]) * sent[: layers[-1].shape[1]]
-    return float(value), [first, *inner, last]
+    return value, [first, *inner, last]
 
 
 def _widest(graph: Any) -> tuple[NDArray[np.int64], Array]:
     """The widest routes of a pair (route, node on each level from the top down), none of which takes from another."""
-    kernels = _engine.load_kernels()
+    kernels = _engine.load_kernels("routes")
     ends = graph.upper[-1, :1], graph.lower[0, :1].T
     layers = [ends[1], *graph.capacity, ends[0]]
     above, under, room = _edges(layers, 0.0)

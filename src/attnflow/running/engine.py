@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, TypeAlias, Unpack, get_args
 
 import torch
 
@@ -25,6 +25,8 @@ from attnflow.running.results import Run, read
 from attnflow.running.shards import Table
 from attnflow.running.sources import Example
 from attnflow.running.worker import Worker
+
+Engine: TypeAlias = Literal["local", "ray"]
 
 # Examples that are explained before the run to see what a row takes.
 _TRIED = 4
@@ -47,6 +49,8 @@ def run(
     limit: int | None = None,
     shuffle: int | None = None,
     workers: int = 1,
+    engine: Engine = "local",
+    part: tuple[int, int] | None = None,
     batch_size: int = 16,
     shard_size: int = 128,
     memory: int | None = None,
@@ -72,9 +76,12 @@ def run(
     target: as `explain` takes it, or "label" for the class that the label of each example names.
 
     limit: take the first examples only. shuffle: take them in an order that this seed draws. workers: processes, each
-    with its own model and its share of the cores. batch_size: examples in one pass at most; memory: bytes that a pass
-    may take, unless told otherwise half of what is free, shared among workers. shard_size: examples in a file, of which
-    a kill loses those that are not whole.
+    with its own model and its share of the cores. engine: "ray" takes as many actors of a Ray cluster, of a core and,
+    with device="cuda", a GPU each; the cluster is that of RAY_ADDRESS, or one that is started here. part: (number,
+    count), explain this part of the data alone, while other processes, on this machine or others, explain theirs into
+    the same folder; numbers count from 0, and parts take the shards in turn. batch_size: examples in one pass at most;
+    memory: bytes that a pass may take, unless told otherwise half of what is free, shared among workers. shard_size:
+    examples in a file, of which a kill loses those that are not whole.
     fail_fast: end at the first example that fails, where otherwise its error is a row and the run goes on.
     progress: called with the examples done, and in all if known. note: called with what should be said, in a line each:
     the estimated size before the run, and after Ctrl-C how to go on.
@@ -95,7 +102,10 @@ def run(
         memory=None if memory is None else whole_number("memory", memory, 1),
         fail_fast=fail_fast,
     )
-    workers, shard_size = _workers(workers), whole_number("shard_size", shard_size, 1)
+    if engine not in get_args(Engine):
+        raise ValueError(f"engine={engine!r} is unknown; give one of {', '.join(get_args(Engine))}")
+    workers, shard_size = _workers(workers, engine), whole_number("shard_size", shard_size, 1)
+    turn = _Turn(*_part(part), shard_size)
     limit = None if limit is None else whole_number("limit", limit, 1)
     shuffle = None if shuffle is None else whole_number("shuffle", shuffle, 0)
     folder = Path(output)
@@ -105,20 +115,25 @@ def run(
     if not first:
         raise ValueError("there are no data; give at least one example, such as a text")
     load = _loader(model, tokenizer, task, device, source.kind or sources.kind_of(first[-1].content), plan)
-    if workers > 1 and not isinstance(load, partial) and load is not model:
+    elsewhere = workers > 1 or engine == "ray"
+    if elsewhere and not isinstance(load, partial) and load is not model:
         raise ValueError(
             f"{workers} workers need a model that each can load: give its name, or a function that loads it, which a "
             "worker can import"
         )
+    if engine == "ray" and source.count is None:
+        raise ValueError("Ray is handed many examples at once, and an iterator may wait; give a sequence or a file")
     subject = Subject.of(load(), tokenizer)
     if plan.memory is None:
         plan = replace(plan, memory=_share(subject.model, workers))
     total = source.count if limit is None or source.count is None else min(limit, source.count)
-    with shards.opened(folder, {"recipe": _recipe(subject, plan), "data": source.facts}) as kept:
+    total = None if total is None else sum(map(turn.has, range(total)))
+    manifest = {"recipe": _recipe(subject, plan), "data": source.facts}
+    with shards.opened(folder, manifest, part=None if part is None else turn.number) as kept:
         finished, explained = kept.finished()
         if source.count is not None and finished and max(finished) >= source.count:
             raise ValueError(_fewer(folder))
-        left = _Left(sources.in_order(examples, shuffle, limit), finished, folder, whole=limit is None)
+        left = _Left(sources.in_order(examples, shuffle, limit), finished, folder, turn, whole=limit is None)
         beginning, pending = sources.peeked(iter(left), _TRIED)
         if not beginning:
             return read(folder)
@@ -134,7 +149,12 @@ def run(
                 progress(left.before + done[0], total)
 
         chunks = iter(lambda: list(islice(pending, shard_size)), list[Example]())
-        tables = _here(worker, chunks, finish) if workers == 1 else processes.tables(chunks, load, plan, workers)
+        if engine == "ray":
+            from attnflow.running import on_ray
+
+            tables = on_ray.tables(chunks, load, plan, workers, cuda=device.startswith("cuda"))
+        else:
+            tables = processes.tables(chunks, load, plan, workers) if elsewhere else _here(worker, chunks, finish)
         del worker, subject  # of which each process has its own
         try:
             with closing(tables):
@@ -142,7 +162,7 @@ def run(
                     explained |= shards.explained_by(table)
                     _check_explained(table, [name for name in methods if name not in explained])
                     kept.write(table)
-                    if workers > 1:
+                    if elsewhere:
                         finish(len(table["example"].unique()))
         except KeyboardInterrupt:
             if note:
@@ -151,30 +171,48 @@ def run(
     return read(folder)
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """Which examples a part of a run takes: shard by shard in the order of the run, one part after the other."""
+
+    number: int
+    count: int
+    shard_size: int
+
+    def has(self, place: int) -> bool:
+        """Whether the example at a place in the order of the run is this part's."""
+        return place // self.shard_size % self.count == self.number
+
+
 class _Left:
-    """The examples that are in no shard yet. before: how many of those that came so far are in one.
+    """The examples of a part that are in no shard yet. before: how many of those that came so far are in one.
 
     Raises ValueError for an example that is another than the one in its shard, and where data without a known number
     end before the shards do (`whole`: all of them are asked for).
     """
 
-    def __init__(self, examples: Iterator[Example], finished: Mapping[int, str], folder: Path, *, whole: bool) -> None:
-        self._examples, self._finished, self._folder, self._whole = examples, finished, folder, whole
+    def __init__(
+        self, examples: Iterator[Example], finished: Mapping[int, str], folder: Path, turn: _Turn, *, whole: bool
+    ) -> None:
+        self._examples, self._finished, self._folder, self._turn, self._whole = examples, finished, folder, turn, whole
         self.before = 0
 
     def __iter__(self) -> Iterator[Example]:
-        for example in self._examples:
+        seen = 0
+        for place, example in enumerate(self._examples):
             known = self._finished.get(example.number)
             if known is None:
-                yield example
+                if self._turn.has(place):
+                    yield example
                 continue
             if known != example.identity:
                 raise ValueError(
                     f"example {example.number} ({example.name}) is not the one that {named(self._folder)} holds: it "
                     "has changed, or others came before it; give the same data, or write to another folder"
                 )
-            self.before += 1
-        if self._whole and self.before < len(self._finished):
+            seen += 1
+            self.before += self._turn.has(place)
+        if self._whole and seen < len(self._finished):
             raise ValueError(_fewer(self._folder))
 
 
@@ -226,11 +264,20 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return dict(settings)
 
 
-def _workers(workers: Any) -> int:
+def _workers(workers: Any, engine: Engine) -> int:
     count, cores = whole_number("workers", workers, 1), processes.cores()
-    if count > cores:
+    if count > cores and engine == "local":
         raise ValueError(f"{count} workers would share {cores} cores and be slower than {cores}; give {cores} at most")
     return count
+
+
+def _part(part: Any) -> tuple[int, int]:
+    if part is None:
+        return 0, 1
+    numbers: list[Any] = list(part) if isinstance(part, tuple | list) else []
+    if len(numbers) != 2 or not all(type(one) is int for one in numbers) or not 0 <= numbers[0] < numbers[1]:
+        raise ValueError(f"part is (number, count), such as (0, 4) for the first of four; {part!r} was given")
+    return numbers[0], numbers[1]
 
 
 def _share(model: torch.nn.Module, workers: int) -> int | None:

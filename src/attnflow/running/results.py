@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,12 @@ import pyarrow.compute
 from attnflow.answer import Relevance
 from attnflow.files import named
 from attnflow.memory import check_memory
+from attnflow.running.overview import Overview, overview
 from attnflow.running.shards import COLUMNS, Table, facts_of, read_manifest, read_shard, shards
 
 _pc: Any = pyarrow.compute  # which makes its functions as it is loaded
 
-_SUMMED = ["example", "method", "special", "saturated", "error"]
+_SUMMED = ["example", "method", "special", "saturated", "fixed", "error"]
 
 
 class Failed(NamedTuple):
@@ -89,12 +90,23 @@ class Run:
                     return relevance_of(row)
         raise ValueError(f"example {example} is not in {named(self.path)}")
 
+    def answers(self, examples: Sequence[int]) -> dict[int, dict[str, Relevance]]:
+        """The answers on some examples by their number and method, of those that there are; reads every shard once."""
+        found = dict[int, dict[str, Relevance]]()
+        for path in self.shards:
+            table = read_shard(path)
+            table = table.filter(_pc.is_in(table["example"], pa.array(examples, pa.int64())))
+            for row in table.filter(_pc.is_null(table["error"])).to_pylist():
+                found.setdefault(row["example"], {})[row["method"]] = relevance_of(row)
+        return found
+
     def summary(self) -> dict[str, Any]:
         """Counts and means over all that is there.
 
         examples: with an answer of at least one method. failed: examples without any, failures: errors in all. rows:
         answers. methods: for each its rows, the mean share of the scores, by their size, that special and prefix tokens
-        have ("special"), and of flows the mean share that their two ends alone decide ("saturated"). seconds: that
+        have ("special"), and of flows the mean share that their two ends alone decide ("saturated") and that layer 0
+        and the query's own residual fix ("fixed"). seconds: that
         workers spent on examples, together; processor_seconds: of their cores, which other work on the machine does not
         lengthen. examples_per_second: of one worker, by the clock. alone: examples that no batch could
         hold, with the first reason ("why").
@@ -116,6 +128,7 @@ class Run:
                     "rows": rows.num_rows,
                     "special": _pc.mean(rows["special"]).as_py(),
                     "saturated": _pc.mean(rows["saturated"]).as_py(),
+                    "fixed": _pc.mean(rows["fixed"]).as_py(),
                 }
                 for name, rows in of_method.items()
             },
@@ -125,6 +138,20 @@ class Run:
             "alone": sum(one["alone"] for one in facts),
             "why": next((one["why"] for one in facts if one["why"]), None),
         }
+
+    def is_whole(self, limit: int | None = None) -> bool:
+        """Whether each example of the data, or of its first `limit`, has rows; also where no one knows how many."""
+        count = self.manifest["data"]["examples"]
+        if count is None:
+            return True
+        return len(self._read(["example"])["example"].unique()) >= min(count, limit or count)
+
+    def overview(self, *, sink: float = 0.3) -> Overview:
+        """What the examples say together: how methods agree, where relevance piles up, mean maps of classes.
+
+        sink: the share of an example's relevance, by size, from which a token counts as a sink. Reads every shard once.
+        """
+        return overview(self, sink=sink)
 
     def _read(self, columns: list[str] | None) -> Table:
         names = list(COLUMNS) if columns is None else columns

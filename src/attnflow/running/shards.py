@@ -23,6 +23,8 @@ Table: TypeAlias = Any  # of pyarrow, which has no types
 MANIFEST = "manifest.json"
 _FORMAT = "attnflow-run-1"
 _SHARD, _UNFINISHED = "shard-*.parquet", ".attnflow-*"
+# Tokens that are no content of an example, by their role.
+BESIDE = ("special", "prefix")
 
 # One row is an example as one method explains it, or why there is no such row.
 COLUMNS: dict[str, Any] = {
@@ -31,6 +33,7 @@ COLUMNS: dict[str, Any] = {
     "identity": pa.string(),
     "label": pa.string(),
     "prediction": pa.int64(),  # the class with the highest logit
+    "probability": pa.float64(),  # that the model gives it
     "method": pa.string(),
     "target": pa.string(),  # of methods that explain one, with its score
     "score": pa.float64(),
@@ -48,6 +51,7 @@ COLUMNS: dict[str, Any] = {
     "layer": pa.int32(),
     "special": pa.float64(),  # the share of the scores, by their size, that special and prefix tokens have
     "saturated": pa.float64(),  # the share of the flows that their two ends alone decide
+    "fixed": pa.float64(),  # and of those that layer 0 and the query's own residual fix
     "checks": pa.string(),  # JSON
     "recipe": pa.string(),  # JSON, but for checks and target
     "error": pa.string(),
@@ -102,8 +106,10 @@ class Folder:
 
 
 @contextmanager
-def opened(path: Path, manifest: Mapping[str, Any]) -> Generator[Folder]:
+def opened(path: Path, manifest: Mapping[str, Any], *, part: int | None = None) -> Generator[Folder]:
     """The folder of a run, made if it is not there; its manifest is written, or is that of the same run.
+
+    part: the number of the part of the run that this process explains, where others may write at the same time.
 
     Raises ValueError for the folder of another run and while another process writes it, OSError for what cannot be
     written to.
@@ -111,14 +117,18 @@ def opened(path: Path, manifest: Mapping[str, Any]) -> Generator[Folder]:
     check_folder(path)
     try:
         path.mkdir(exist_ok=True)
-        handle = _handle(path)
+        handles = _handles(path, part)
     except OSError as error:
         raise OSError(f"cannot write to the folder {named(path)}: {error.strerror}") from error
     try:
-        if handle is not None and not locked(handle):
-            raise ValueError(f"another run is writing to {named(path)}; wait until it ends, or write to another folder")
-        for left in path.glob(_UNFINISHED):  # by a kill in the middle of a write
-            left.unlink()
+        for handle, shared in handles.items():
+            if not locked(handle, shared=shared):
+                raise ValueError(
+                    f"another run is writing to {named(path)}; wait until it ends, or write to another folder"
+                )
+        if part is None:
+            for left in path.glob(_UNFINISHED):  # by a kill in the middle of a write
+                left.unlink()
         content = plain({"format": _FORMAT, **manifest})
         if (path / MANIFEST).exists():
             _check_same(path, read_manifest(path)["recipe"], content["recipe"])
@@ -127,13 +137,21 @@ def opened(path: Path, manifest: Mapping[str, Any]) -> Generator[Folder]:
             write_whole(path / MANIFEST, lambda file: file.write(text.encode()))
         yield Folder(path)
     finally:
-        if handle is not None:
+        for handle in handles:
             os.close(handle)
 
 
-def _handle(path: Path) -> int | None:
-    """A folder as the system locks it; None on Windows, which opens no folders."""
-    return None if sys.platform == "win32" else os.open(path, os.O_RDONLY)
+def _handles(path: Path, part: int | None) -> dict[int, bool]:
+    """What the system locks, and whether it may be locked by several: the folder, and of a part a file of its own.
+
+    None on Windows, which opens no folders.
+    """
+    if sys.platform == "win32":
+        return {}
+    handles = {os.open(path, os.O_RDONLY): part is not None}
+    if part is not None:
+        handles[os.open(path / f".attnflow-part-{part}", os.O_RDWR | os.O_CREAT)] = False
+    return handles
 
 
 def check_folder(path: Path) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from attnflow.baselines import digest
-from attnflow.faithfulness.loading import images_in
+from attnflow.faithfulness.loading import class_index, images_in
 from attnflow.files import named, to_json
 
 Kind: TypeAlias = Literal["text", "image", "inputs"]
@@ -31,6 +31,7 @@ _Row: TypeAlias = tuple[int, Any, Any]
 
 _TABLES = (".tsv", ".csv", ".jsonl", ".ndjson", ".parquet")
 _TEXT, _LABEL = "text", "label"
+_SAVED, _SPLITS = "state.json", "dataset_dict.json"  # of a data set that Hugging Face's datasets saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,8 @@ class Source:
 def opened(data: Any, *, text: str | None = None, label: str | None = None) -> Source:
     """The source of some data: the path of a folder or a file, or examples in memory.
 
-    A folder holds photographs, those with a label in a folder named after it. A file holds texts: .tsv, .csv, .jsonl
+    A folder holds photographs, those with a label in a folder named after it; or texts, as `save_to_disk` of Hugging
+    Face's datasets writes it. A file holds texts: .tsv, .csv, .jsonl
     and .parquet in columns, and any other one text on each line. text, label: names of the columns; unless told
     otherwise "text", and "label" where there is one. A .tsv or .csv file whose first row does not name the column of
     texts has no header, and its columns are the text and, if there is a second, the label.
@@ -78,6 +80,10 @@ def opened(data: Any, *, text: str | None = None, label: str | None = None) -> S
     if not isinstance(data, str | Path):
         return _in_memory(data, text or _TEXT, label or _LABEL)
     path = Path(data)
+    if (path / _SPLITS).is_file():
+        raise ValueError(f"{named(path)} holds several splits; give the folder of one of them")
+    if (path / _SAVED).is_file():
+        return _saved(path, text or _TEXT, label)
     if path.is_dir():
         if text is not None or label is not None:
             raise ValueError(
@@ -99,6 +105,31 @@ def kind_of(content: Any) -> Kind:
     if isinstance(content, str):
         return "text"
     return "image" if isinstance(content, Path) else "inputs"
+
+
+def has_columns(path: Path) -> bool:
+    """Whether a path is a table whose columns have names: every one but .tsv, which need not name them."""
+    return path.suffix.lower() in set(_TABLES) - {".tsv"} or (path / _SAVED).is_file() or (path / _SPLITS).is_file()
+
+
+def labelled(example: Example, model: Any) -> tuple[Any, int | None]:
+    """The content of an example with the class that its label names; raises the error of one that cannot be read."""
+    if isinstance(example.content, Exception):
+        raise example.content
+    return example.content, None if example.label is None else class_of(example.label, model)
+
+
+def class_of(label: int | str, model: Any) -> int:
+    """The class of a model that a label names, by its index or its name.
+
+    Raises ValueError for a name that is none.
+    """
+    if isinstance(label, int):
+        return label
+    try:
+        return class_index(label, getattr(getattr(model, "config", None), "id2label", {}))
+    except ValueError as error:
+        raise ValueError(f"the label {label!r} is no class of the model: give the index or the name of one") from error
 
 
 def _photographs(folder: Path) -> Source:
@@ -264,6 +295,27 @@ def _parquet(path: Path, text: str | None, label: str | None) -> tuple[Callable[
                     yield row, content, own
 
     return rows, {"text": wanted[0], "label": wanted[1] if len(wanted) > 1 else None}
+
+
+def _saved(folder: Path, text: str, label: str | None) -> Source:
+    """The rows of a data set that Hugging Face's datasets saved, which stays on the disk."""
+    from datasets import load_from_disk  # pyright: ignore[reportMissingImports]
+
+    rows: Any = load_from_disk(str(folder))
+    columns: list[str] = rows.column_names
+    wanted = [text, *([label or _LABEL] if label or _LABEL in columns else [])]
+    for name in wanted:
+        if name not in columns:
+            raise ValueError(f"{named(folder)} has no column {name!r}; its columns are {', '.join(columns)}")
+    if not len(rows):
+        raise ValueError(f"{named(folder)} holds no texts")
+
+    def read() -> Iterator[Example]:
+        for number, row in enumerate(rows.select_columns(wanted)):
+            yield _of_row(number, f"row {number + 1}", row[text], row[wanted[1]] if len(wanted) > 1 else None)
+
+    facts = {"kind": "datasets", "source": str(folder), "examples": len(rows), "text": text}
+    return Source(read, len(rows), facts | {"label": wanted[1] if len(wanted) > 1 else None}, "text")
 
 
 def _in_memory(data: Any, text: str, label: str) -> Source:

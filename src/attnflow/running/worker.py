@@ -17,13 +17,12 @@ from attnflow.capturing.target import has_logits, norm_at
 from attnflow.capturing.vision import open_image
 from attnflow.explaining import answer, is_targeted
 from attnflow.faithfulness.example import line
-from attnflow.faithfulness.loading import class_index
 from attnflow.files import plain, to_json
 from attnflow.methods import kept_for
 from attnflow.running.plan import Plan, Subject
 from attnflow.running.proofs import FirstProof, first_proof, tensors_of
-from attnflow.running.shards import Table, table_of
-from attnflow.running.sources import Example
+from attnflow.running.shards import BESIDE, Table, table_of
+from attnflow.running.sources import Example, class_of
 from attnflow.trace import Trace
 
 # Texts are padded to a multiple of this, so that batches have few shapes: the model is asked about each shape once.
@@ -32,7 +31,6 @@ _MULTIPLE = 8
 _FIRST = 2
 # What a pass takes at its peak, in units of what it keeps of the attention.
 _PEAK = 4
-_BESIDE = ("special", "prefix")
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,14 +118,7 @@ class Worker:
         label = example.label
         if label is None:
             raise ValueError("the example has no label; give one, or target='predicted'")
-        if isinstance(label, int):
-            return label
-        try:
-            return class_index(label, getattr(getattr(self._model, "config", None), "id2label", {}))
-        except ValueError as error:
-            raise ValueError(
-                f"the label {label!r} is no class of the model: give the index or the name of one"
-            ) from error
+        return class_of(label, self._model)
 
     def _batches(self, ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
         """The examples in batches of about the same length that memory holds, the short ones first."""
@@ -174,8 +165,8 @@ class Worker:
             for one, trace, target, prediction in every
         }
 
-    def _traces(self, batch: Sequence[_Ready]) -> tuple[list[Trace], list[Any], list[int | None]]:
-        """The traces of a batch; of each example the target as it has it alone, and the class that was predicted."""
+    def _traces(self, batch: Sequence[_Ready]) -> tuple[list[Trace], list[Any], list[dict[str, Any]]]:
+        """The traces of a batch; of each example the target as it has it alone, and what was predicted."""
         inputs = self._together(batch)
         settings: Any = {"tokenizer": self._tokenizer, **self._kept_for}
         target: Any = None
@@ -197,8 +188,7 @@ class Worker:
         elif self._targeted:
             targets = [target if callable(target) else trace.target and trace.target["target"] for trace in traces]
         logits = getattr(traces[0].output, "logits", traces[0].output)
-        classes = isinstance(logits, torch.Tensor) and logits.ndim == 2
-        return traces, targets, logits.argmax(-1).tolist() if classes else [None] * len(batch)
+        return traces, targets, _predicted(logits) or [{} for _ in batch]
 
     def _captured(self, inputs: Any, settings: Mapping[str, Any]) -> list[Trace]:
         """The traces of a batch, of which the model is asked about the first, and about others where it must be."""
@@ -225,6 +215,8 @@ class Worker:
             found = self._tokenizer.pad(lists, padding_side="right", pad_to_multiple_of=multiple, return_tensors="pt")
             return dict(found.to(device))
 
+        if self._first is not None and self._first.plain:  # no shape is asked about any more
+            return padded(None)
         wide = padded(_MULTIPLE)
         try:
             huggingface.check_ids(wide["input_ids"], self._model, self._tokenizer)
@@ -232,7 +224,7 @@ class Worker:
             return padded(None)
         return wide
 
-    def _explained(self, one: _Ready, trace: Trace, target: Any, prediction: int | None) -> list[dict[str, Any]]:
+    def _explained(self, one: _Ready, trace: Trace, target: Any, prediction: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A row for each method on one example."""
         found: list[dict[str, Any]] = []
         for method in self._plan.methods:
@@ -241,7 +233,7 @@ class Worker:
                     method, trace, self._model, one.inputs, target, self._tokenizer, {**self._plan.settings}
                 )
                 row = row_of(relevance, top=self._plan.top, full=self._plan.full)
-                found.append(_facts(one.example) | {"method": method, "prediction": prediction} | row)
+                found.append({**_facts(one.example), **prediction, "method": method, **row})
             except ImportError:
                 raise
             except Exception as error:
@@ -269,7 +261,7 @@ def row_of(relevance: Relevance, *, top: int | None, full: bool) -> dict[str, An
         scores, queries = relevance.row[None], queries[:1]
         query_tokens, rows = (f"mean of {len(relevance.queries)} queries",), "group"
     sizes = np.abs(scores).sum(0)
-    beside = np.isin(relevance.roles, _BESIDE)
+    beside = np.isin(relevance.roles, BESIDE)
     kept = np.arange(len(relevance.tokens))
     if top is not None and top < len(kept):
         kept = np.sort(np.argsort(-sizes, kind="stable")[:top])
@@ -294,9 +286,19 @@ def row_of(relevance: Relevance, *, top: int | None, full: bool) -> dict[str, An
         "layer": relevance.layers[-1],
         "special": float(sizes[beside].sum() / sizes.sum()) if sizes.sum() else None,
         "saturated": checks.get("saturated"),
+        "fixed": checks.get("fixed_by_layer_0"),
         "checks": to_json(checks),
         "recipe": to_json(plain(recipe)),
     }
+
+
+def _predicted(logits: Any) -> list[dict[str, Any]]:
+    """The class that each example of a batch is given, with its probability; nothing for what is no (batch, class)."""
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
+        return []
+    highest = logits.detach().double().softmax(-1).max(-1)
+    pairs = zip(highest.indices.tolist(), highest.values.tolist(), strict=True)
+    return [{"prediction": index, "probability": probability} for index, probability in pairs]
 
 
 def _facts(example: Example) -> dict[str, Any]:

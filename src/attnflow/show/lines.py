@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from attnflow.answer import Relevance
 from attnflow.show.canvas import FOOT_LINE, SMALL, colour_bar, colour_map, foot_lines, hatch, literal, norm, wrapped
 from attnflow.show.colour import PAPER, Scale, ink, is_signed, rgb, text_scale
-from attnflow.show.wording import layers, method_and_query, notes, rows, visible
+from attnflow.show.wording import layers, method_and_query, rows, said_of, visible
 
 WIDTH = 8.0  # inches of a text of up to a thousand tokens; longer ones are wider, as their square root
 SIZE = 10.0  # points
@@ -42,19 +42,31 @@ class Piece(NamedTuple):
     width: float
 
 
-def text_lines(relevance: Relevance) -> Figure:
+def text_lines(relevance: Relevance | Sequence[Relevance]) -> Figure:
     """The tokens in lines that wrap, coloured by the score of the topmost layer, with the scale under them.
 
     Tokens that a model wrote and groups, seen from one layer, have a text each, on one scale; of other queries it is
     the mean. Colours run from 0 to the highest score that is not dominant (`colour.text_scale`), and the foot names
-    those beyond. Raises ValueError where the lines would fill more than a picture can hold.
+    those beyond. Of several relevances of one input each has a text, on one scale, with its name above.
+
+    Raises ValueError where the lines would fill more than a picture can hold, and for relevances of other tokens.
     """
-    scores, labels, kind = rows(relevance)
-    apart = kind != "layer"
-    scores, labels = (scores, labels) if apart else (relevance.row[None], [""])
-    ends = text_scale(scores, signed=is_signed(relevance.scores))
-    width = WIDTH * max(1.0, np.sqrt(len(relevance.tokens) / 1000))
-    shown = [visible(token) or " " for token in relevance.tokens]
+    several = [relevance] if isinstance(relevance, Relevance) else list(relevance)
+    if not several or any(one.tokens != several[0].tokens for one in several):
+        raise ValueError("the texts have different tokens, or there is none; compare relevances of one input")
+    first = several[0]
+    if len(several) == 1:
+        scores, labels, kind = rows(first)
+        apart = kind != "layer"
+        scores, labels = (scores, [f"{kind} {label}" for label in labels]) if apart else (first.row[None], [""])
+        heading = f"{method_and_query(first)}, {layers(first) if apart else _layer(first)}"
+    else:
+        apart, scores = True, np.stack([one.row for one in several])
+        labels = [f"{method_and_query(one)}, {_layer(one)}" for one in several]
+        heading = f"{len(several)} methods on one scale"
+    ends = text_scale(scores, signed=any(is_signed(one.scores) for one in several))
+    width = WIDTH * max(1.0, np.sqrt(len(first.tokens) / 1000))
+    shown = [visible(token) or " " for token in first.tokens]
     pieces = list(_placed(shown, width))
     each = 0.05 + LINE * (max(piece.line for piece in pieces) + 1) + (LABEL if apart else 0)
     if each * len(scores) > LONGEST:
@@ -62,9 +74,9 @@ def text_lines(relevance: Relevance) -> Figure:
             f"{len(scores)} texts of {len(shown)} tokens fill {each * len(scores):.0f} inches, more than the "
             f"{LONGEST:.0f} of a picture; explain fewer queries, or save .json"
         )
-    heading = f"{method_and_query(relevance)}, {layers(relevance) if apart else _layer(relevance)}"
     above = wrapped(visible(heading), width, 10)
-    said = notes(relevance, scores if apart else scores[0], ends, zero="hatched")
+    drawn = [scores if apart else scores[0]] if len(several) == 1 else list(scores)
+    said = said_of(several, drawn, [ends] * len(several))
     below = foot_lines(said, [*shown, *labels], width)
     page = _Page(width, [0.2 * len(above) + 0.1, each * len(scores), BAR, FOOT_LINE * len(below)])
     page.write(0, above, 10)
@@ -72,7 +84,7 @@ def text_lines(relevance: Relevance) -> Figure:
     for number, (row, label) in enumerate(zip(scores, labels, strict=True)):
         top = number * each
         if apart:
-            axes.text(0, top + 0.72 * LABEL, f"{kind} {label}", fontsize=SMALL, color="#475569", **literal([label]))
+            axes.text(0, top + 0.72 * LABEL, label, fontsize=SMALL, color="#475569", **literal([label]))
         _draw(axes, pieces, row, ends, top + (LABEL if apart else 0))
     mesh = ScalarMappable(norm(ends), colour_map(ends.ramp(PAPER)))
     colour_bar(page.figure, mesh, ends, cax=page.bar(2), orientation="horizontal")

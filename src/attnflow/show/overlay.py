@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from attnflow.answer import Relevance
-from attnflow.show.canvas import blank, colour_bar, colour_map, foot, hatch, head, norm, scores_drawn
+from attnflow.show.canvas import blank, colour_bar, colour_map, foot, hatch, head, norm, scores_drawn, title
 from attnflow.show.colour import GROUND, Scale, is_signed, luminance, oklab, patch_scale, srgb
-from attnflow.show.wording import method_and_query, notes, patches
+from attnflow.show.wording import method_and_query, notes, patches, said_of
 
 PANEL = 4.0  # inches, the longer side
 LARGEST = 1600  # pixels, twice what a panel shows at 200 dpi
+BESIDE = 4  # maps in one line of a comparison
 FRAMES = 8  # of a video, in one line
 BAR = 0.14
 WIDTH = 4.5  # inches, what a title needs
@@ -41,8 +43,8 @@ def patch_map(relevance: Relevance) -> Figure:
     frames = grid.reshape(-1, *grid.shape[-2:])
     lines, beside = -(-len(frames) // FRAMES), min(len(frames), FRAMES)
     width, height = (side / min(beside, 2) for side in _panel(frames[0].shape))
-    title = 0.3 if grid.ndim == 3 else 0
-    figure = blank(max(WIDTH, beside * width + 1.2), lines * (height + title) + 0.6, layout="compressed")
+    heading = 0.3 if grid.ndim == 3 else 0
+    figure = blank(max(WIDTH, beside * width + 1.2), lines * (height + heading) + 0.6, layout="compressed")
     panels = figure.subplots(lines, beside, squeeze=False)
     meshes = [
         axes.imshow(scores_drawn(frame), cmap=colour_map(ends.ramp(GROUND)), interpolation="nearest", norm=norm(ends))
@@ -53,7 +55,7 @@ def patch_map(relevance: Relevance) -> Figure:
         axes.set_visible(number < len(frames))
         axes.set_xticks(_ticks(frames.shape[2]))
         axes.set_yticks(_ticks(frames.shape[1]))
-        if title:
+        if heading:
             axes.set_title(f"frame {number}", fontsize=8)
     _finish(figure, panels, meshes[0], ends, relevance, grid, (width, lines * height))
     return figure
@@ -88,6 +90,58 @@ def overlay(relevance: Relevance, image: Any) -> Figure:
     mesh = ScalarMappable(norm(ends), colour_map(ends.ramp(GROUND)))
     _finish(figure, covered, mesh, ends, relevance, grid, (width, height))
     return figure
+
+
+def overlays(relevances: Sequence[Relevance], image: Any = None) -> Figure:
+    """Several methods' maps of one image beside one another and on one scale; first the photograph, if it is given.
+
+    Each is drawn as in `overlay`, or without an image as squares. Where one map would hardly leave the low end of the
+    scale of all (it reaches less than a quarter of it), each has a scale of its own, and the foot says so.
+
+    Raises ValueError for no relevance, one without a grid of one image, and grids that differ.
+    """
+    if not relevances:
+        raise ValueError("no relevance was given; give at least one")
+    grids = [patches(one, one.row) for one in relevances]
+    if any(grid.ndim != 2 or grid.shape != grids[0].shape for grid in grids):
+        shapes = ", ".join(str(grid.shape) for grid in grids)
+        raise ValueError(f"the maps have patches of {shapes}; compare relevances of one image")
+    signed = any(is_signed(one.scores) for one in relevances)
+    common = patch_scale(np.concatenate([grid.ravel() for grid in grids]), signed=signed)
+    own = [patch_scale(grid, signed=is_signed(one.scores)) for grid, one in zip(grids, relevances, strict=True)]
+    apart = any(ends.high < common.high / 4 for ends in own)
+    scales = own if apart else [common] * len(grids)
+    shown = None if image is None else Image.fromarray(photograph(image))
+    width, height = _panel(grids[0].shape if shown is None else (shown.height, shown.width))
+    width, height = 0.75 * width, 0.75 * height
+    count = len(grids) + (shown is not None)
+    beside = min(count, BESIDE)
+    lines = -(-count // beside)
+    figure = blank(max(WIDTH, beside * (width + 0.8)), lines * (height + 0.6), layout="compressed")
+    panels = figure.subplots(lines, beside, squeeze=False).ravel().tolist()
+    for axes in panels:
+        axes.set_axis_off()
+    if shown is not None:
+        panels[0].imshow(shown)
+    for axes, one, grid, ends in zip(panels[count - len(grids) :], relevances, grids, scales, strict=False):
+        if shown is None:
+            axes.imshow(scores_drawn(grid), cmap=colour_map(ends.ramp(GROUND)), norm=norm(ends))
+        else:
+            axes.imshow(_blended(grid, shown, ends))
+        _hatch_zeros(axes, grid, grid.shape if shown is None else (shown.height, shown.width))
+        title(axes, f"{method_and_query(one)}, layer {one.layers[-1]}", width)
+        if apart:
+            _bar(figure, [axes], ends, width, height)
+    if not apart:
+        _bar(figure, panels, common, width, lines * height)
+    which = "each map has a scale of its own" if apart else "all maps are on one scale"
+    foot(figure, [*said_of(relevances, grids, scales), which], [])
+    return figure
+
+
+def _bar(figure: Figure, axes: list[Axes], ends: Scale, width: float, height: float) -> None:
+    mesh = ScalarMappable(norm(ends), colour_map(ends.ramp(GROUND)))
+    colour_bar(figure, mesh, ends, ax=axes, pad=0.02, fraction=min(0.3, BAR / width), aspect=height / BAR)
 
 
 def blended(grid: NDArray[np.float64], image: Image.Image) -> Image.Image:

@@ -26,30 +26,46 @@ from attnflow.show.canvas import (
 from attnflow.show.colour import PAPER, Scale, is_signed, scale
 from attnflow.show.graph import attention_graph
 from attnflow.show.lines import text_lines
-from attnflow.show.overlay import overlay, patch_map
-from attnflow.show.wording import method_and_query, notes
+from attnflow.show.overlay import overlay, overlays, patch_map
+from attnflow.show.wording import method_and_query, said_of
 from attnflow.show.wording import rows as rows_of
 
-__all__ = ["attention_graph", "layer_map", "layer_maps", "overlay", "patch_map", "picture", "save_figure", "text_lines"]
+__all__ = [
+    "attention_graph",
+    "layer_map",
+    "layer_maps",
+    "overlay",
+    "overlays",
+    "patch_map",
+    "picture",
+    "save_figure",
+    "text_lines",
+]
 
 SIDE_BY_SIDE = 12  # tokens up to which three maps fit beside one another
 READABLE = 40  # tokens up to which a layer x token map is read at the width of a page
 MOST = 10_000  # tokens in all the texts of a picture, about a dozen pages
 
 
-def picture(relevance: Relevance, image: Any = None) -> Figure:
-    """The picture that suits.
+def picture(relevance: Relevance | Sequence[Relevance], image: Any = None) -> Figure:
+    """The picture that suits; of several relevances of one input, all of them on one scale.
 
     An overlay where an image is given, else a map of patches; of up to 40 tokens a layer x token map; of more, the text
-    itself in coloured lines, unless it would have to be written too often.
+    itself in coloured lines, unless it would have to be written too often. Its axes are those of matplotlib, to edit.
     """
+    several = [relevance] if isinstance(relevance, Relevance) else list(relevance)
+    if not several:
+        raise ValueError("no relevance was given; give at least one")
+    first = several[0]
+    if len(several) > 1 and first.grid:
+        return overlays(several, image)
     if image is not None:
-        return overlay(relevance, image)
-    if relevance.grid:
-        return patch_map(relevance)
-    scores, _, kind = rows_of(relevance)
+        return overlay(first, image)
+    if first.grid:
+        return patch_map(first)
+    scores, _, kind = rows_of(first)
     too_often = kind != "layer" and scores.size > MOST
-    return layer_map(relevance) if len(relevance.tokens) <= READABLE or too_often else text_lines(relevance)
+    return layer_maps(several) if len(first.tokens) <= READABLE or too_often else text_lines(several)
 
 
 def layer_map(relevance: Relevance) -> Figure:
@@ -100,18 +116,10 @@ def layer_maps(relevances: Sequence[Relevance]) -> Figure:
         title(axes, method_and_query(relevance), width)
     aspect = 4 * (max(heights) if beside else sum(heights))
     colour_bar(figure, mesh, ends, ax=panels, pad=0.02, fraction=0.05, aspect=aspect)
-    foot(figure, _notes(relevances, rows, ends), [*tokens, *(label for some in labels for label in some)])
+    foot(
+        figure, said_of(relevances, rows, [ends] * len(rows)), [*tokens, *(label for some in labels for label in some)]
+    )
     return figure
-
-
-def _notes(relevances: Sequence[Relevance], rows: Sequence[NDArray[np.float64]], ends: Scale) -> list[str]:
-    """What must be known of each map; of several, with the method's name before what is not said of all."""
-    each = [notes(one, scores, ends, zero="hatched") for one, scores in zip(relevances, rows, strict=True)]
-    return [
-        note if all(note in others for others in each) else f"{one.recipe.get('method', 'relevance')}: {note}"
-        for one, own in zip(relevances, each, strict=True)
-        for note in own
-    ]
 
 
 def _panels(

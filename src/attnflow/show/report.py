@@ -6,27 +6,25 @@ Nothing is fetched: a policy in the page forbids it, and runs no script but the 
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
-from importlib.resources import files as resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attnflow.answer import Relevance
-from attnflow.files import plain, to_json, write_whole
+from attnflow.files import plain, write_whole
 from attnflow.memory import check_memory
 from attnflow.show.colour import GROUND, PAPER, SIGNED, Ramp, is_signed, rgb
-from attnflow.show.wording import method_and_query, saturation, unseen_mixers, visible, why_zero
+from attnflow.show.document import document
+from attnflow.show.listing import examples_of
+from attnflow.show.wording import about, method_and_query, saturation, unseen_mixers, visible, why_zero
 
-SCRIPTS = ("numbers.js", "draw.js", "page.js")
+SCRIPTS = ("numbers.js", "draw.js", "list.js", "page.js")
 LARGEST = 200_000_000  # bytes of a page; browsers hold no longer text in one piece with ease
 PHOTOGRAPH = 1024  # pixels, the longer side
 GRAPH_EDGES = 200_000  # that a page holds; of more the strongest of each query
@@ -66,26 +64,29 @@ def save_page(
     relevances: Sequence[Relevance],
     path: Path,
     *,
+    names: Sequence[str] | None = None,
     image: Any = None,
     graph: Graph | None = None,
     command: str | None = None,
     start: Start = Start(),
 ) -> Path:
     """Write `page` to a file, whole or not at all."""
-    text = page(relevances, image=image, graph=graph, command=command, start=start)
+    text = page(relevances, names=names, image=image, graph=graph, command=command, start=start)
     return write_whole(path, lambda file: file.write(text.encode()))
 
 
 def page(
     relevances: Sequence[Relevance],
     *,
+    names: Sequence[str] | None = None,
     image: Any = None,
     graph: Graph | None = None,
     command: str | None = None,
     start: Start = Start(),
 ) -> str:
-    """The page of one or several relevances, which may be of different inputs.
+    """The page of one or several relevances; where they are of different inputs, with a list of these to choose from.
 
+    names: what each relevance is called, such as its file; by default the beginning of its text.
     image: the photograph that the patches tile, as `overlay` takes it. graph: what the view of routes draws. command:
     the command line that made the page. start: what is shown first.
 
@@ -103,30 +104,18 @@ def page(
             "opens: explain fewer queries or layers, or write .npz"
         )
     check_memory(4 * size, f"a page with {size / 1e6:.0f} MB of scores", "explain fewer queries or layers")
+    places, examples = examples_of(relevances, names)
     title = f"attnflow: {', '.join(dict.fromkeys(visible(_method(one)) for one in relevances))}"
     data = {
-        "answers": [_answer(one) for one in relevances],
+        "answers": [_answer(one, place) for one, place in zip(relevances, places, strict=True)],
         "ramps": {name: _hex(ramp) for name, ramp in (("ground", GROUND), ("paper", PAPER), ("signed", SIGNED))},
         "photograph": None if image is None else _photograph(image),
         "graph": None if graph is None else _graph(graph),
+        "examples": examples,
         "command": command,
         "start": {"query": start.query, "words": start.words, "drop": list(start.drop)},
     }
-    style, script = _static("report.css"), "".join(map(_static, SCRIPTS))
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return Template(_static("report.html")).substitute(
-        policy=policy, title=escape(title), style=style, data=in_script(to_json(plain(data))), script=script
-    )
-
-
-def in_script(text: str) -> str:
-    r"""JSON that stands in an element of HTML as it is: what could end the element, or a line, as \u escapes."""
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    return document(title, SCRIPTS, data)
 
 
 def pack(numbers: NDArray[Any]) -> str:
@@ -181,14 +170,16 @@ def _method(relevance: Relevance) -> str:
     return str(relevance.recipe.get("method", "relevance"))
 
 
-def _answer(relevance: Relevance) -> dict[str, Any]:
+def _answer(relevance: Relevance, example: int) -> dict[str, Any]:
     if not np.isfinite(relevance.scores).all():
         raise ValueError("some of the scores are not finite, which no page can show")
     mixers = unseen_mixers(relevance)
     words = None if relevance.words is None else [visible(word) for word in relevance.by_word().tokens]
     return {
+        "example": example,
         "method": visible(_method(relevance)),
         "title": visible(method_and_query(relevance)),
+        "about": about(relevance),
         "file": relevance.as_dict(with_scores=False),
         "tokens": [visible(token) or "␣" for token in relevance.tokens],
         "query_tokens": [visible(token) or "␣" for token in relevance.query_tokens],
@@ -253,12 +244,3 @@ def _photograph(image: Any) -> dict[str, Any]:
 
 def _hex(ramp: Ramp) -> list[str]:
     return ["#" + bytes(rgb(ramp, share)).hex() for share in np.linspace(0, 1, 256).tolist()]
-
-
-def _static(name: str) -> str:
-    return resources("attnflow.show").joinpath("static", name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from attnflow.show.colour import Scale, is_signed
 
 LONGEST_LABEL = 24
 SATURATED = 0.5  # the share of values that no longer depend on the query from which it is said
+PROOFS = ("dataflow", "isolation", "reproduction", "places")  # of a capture, that every view may name
 NAMED = 4  # tokens beyond a scale that are named
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _JOINERS = "\u200c\u200d"  # part of ordinary words in Persian and in Indic scripts, and of emoji
@@ -136,6 +138,22 @@ def caption(relevance: Relevance) -> str:
     return visible(", ".join(parts))
 
 
+def about(relevance: Relevance) -> str:
+    """The model, what its capture proved, and the target, in one line, as far as the recipe tells them."""
+    model = relevance.recipe.get("model", {})
+    name, kind = model.get("name"), model.get("class")
+    parts = [f"{name} ({kind})" if name and kind else str(name or kind or "model unknown")]
+    if "layers" in model and "heads" in model:
+        parts.append(f"{model['layers']} layers of {model['heads']} heads")
+    parts.append(f"{len(relevance.tokens)} tokens")
+    proofs = model.get("proofs", {})
+    if proved := [f"{name} {proofs[name]}" for name in PROOFS if name in proofs]:
+        parts.append(f"capture: {', '.join(proved)}")
+    if target := relevance.recipe.get("target"):
+        parts.append(f"target {target['target']}" + (f" by {target['rules']}" if "rules" in target else ""))
+    return visible("; ".join(parts))
+
+
 def notes(relevance: Relevance, scores: NDArray[np.float64], ends: Scale, *, zero: str) -> list[str]:
     """What must be known to read `scores` as drawn on the scale `ends`, a clause each; for the foot of every view.
 
@@ -152,6 +170,17 @@ def notes(relevance: Relevance, scores: NDArray[np.float64], ends: Scale, *, zer
             _zeros(relevance, scores, zero),
         )
         if note is not None
+    ]
+
+
+def said_of(relevances: Sequence[Relevance], rows: Sequence[NDArray[np.float64]], scales: Sequence[Scale]) -> list[str]:
+    """The notes of what is drawn of several, each on its scale; before what is not said of all stands the method."""
+    drawn = zip(relevances, rows, scales, strict=True)
+    each = [notes(one, scores, ends, zero="hatched") for one, scores, ends in drawn]
+    return [
+        note if all(note in others for others in each) else f"{one.recipe.get('method', 'relevance')}: {note}"
+        for one, own in zip(relevances, each, strict=True)
+        for note in own
     ]
 
 

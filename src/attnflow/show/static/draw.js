@@ -114,9 +114,9 @@ function mapPlaces(rows, columns, labels) {
 
 /**
  * Rows by tokens as coloured cells. rows: [{label, scores, chosen}], the first at the top.
- * image: of more cells than SVG bears, draws them as one picture: (places, colour of each) -> address.
+ * begin: places among the units where a line is drawn, as where a decoder begins. image: of more cells than SVG bears, draws them as one picture: (places, colour of each) -> address.
  */
-function mapSvg(ramps, title, rows, units, ends, notes, theme, image) {
+function mapSvg(ramps, title, rows, units, ends, notes, theme, image, begin = []) {
   const places = mapPlaces(rows.length, units.length, rows.map((row) => row.label));
   const { cell, high, left } = places;
   const colour = (score) => (score === 0 ? null : colourOf(ramps, ends, theme.ramp, score));
@@ -136,6 +136,7 @@ function mapSvg(ramps, title, rows, units, ends, notes, theme, image) {
     if (y % every === 0 || row.chosen) drawn.push(label(shortened(row.label), { x: left - 6, y: high * (y + 0.5) + 4, "font-size": 11, "text-anchor": "end", fill: row.chosen ? theme.accent : theme.soft, "font-weight": row.chosen ? 700 : 400 }));
     if (row.chosen) drawn.push(tag("rect", { x: left - 1, y: high * y - 1, width: places.width - left + 1, height: high + 1, fill: "none", stroke: theme.accent, "stroke-width": 2 }));
   });
+  for (const x of begin) drawn.push(tag("rect", { x: left + cell * x - 1 - gap / 2, y: -3, width: 2, height: places.height + 6, fill: theme.ink }));
   const every = Math.ceil(13 / cell);
   const named = units.map((unit, x) => [unit, x]).filter(([, x]) => x % every === 0);
   const below = 14 + Math.max(...named.map(([unit]) => widthOf(shortened(unit.label), 11)));
@@ -169,10 +170,10 @@ function patchesSvg(ramps, title, answer, frame, scores, ends, photograph, setti
   for (let at = 0; at < rows * columns; at++) {
     const x = cell * (at % columns), y = high * Math.floor(at / columns), score = scores[first + at];
     const fill = score === 0 ? "url(#hatch)" : colourOf(ramps, ends, "ground", score);
-    const line = settings.grid ? { stroke: "#ffffff", "stroke-width": 0.6, "stroke-opacity": 0.7 } : { stroke: fill, "stroke-width": 0.3 };
+    const line = settings.grid ? { stroke: "#ffffff", "stroke-width": 0.6, "stroke-opacity": 0.7 } : {};
     cells.push(tag("rect", { x: x.toFixed(2), y: y.toFixed(2), width: cell.toFixed(2), height: high.toFixed(2), fill, ...line }));
   }
-  drawn.push(tag("g", { opacity: photograph ? settings.opacity : 1 }, ...cells));
+  drawn.push(tag("g", { opacity: photograph ? settings.opacity : 1, "shape-rendering": "crispEdges" }, ...cells));
   const chosen = settings.chosen - first;
   if (chosen >= 0 && chosen < rows * columns) {
     const place = { x: cell * (chosen % columns), y: high * Math.floor(chosen / columns), width: cell, height: high, fill: "none" };
@@ -196,13 +197,13 @@ function sheetSvg(ramps, title, parts, ends, notes, theme) {
   return framed(title, notes, (each + 12) * beside, height + 24, theme, drawn.join("") + (ends ? scaleBar(ramps, ends, "ground", theme, height + 4) : ""));
 }
 
-/** Where the nodes of a graph lie: column 0 is the input, column l + 1 the output of the graph's layer l. */
-function graphPlaces(graph) {
+/** Where the nodes of a graph lie in some width: column 0 is the input, column l + 1 the output of the graph's layer l. */
+function graphPlaces(graph, wide) {
   const counts = [graph.layers[0].shape[1], ...graph.layers.map((layer) => layer.shape[0])];
-  const high = Math.max(7, Math.min(26, Math.floor(2600 / Math.max(...counts))));
-  const side = Math.min(170, 16 + Math.max(...graph.tokens.map((text) => widthOf(shortened(text), 12))));
-  const step = Math.max(70, Math.min(150, Math.floor(900 / graph.layers.length)));
-  const width = 2 * side + step * graph.layers.length, height = 24 + high * Math.max(...counts);
+  const high = Math.max(14, Math.min(26, Math.floor(2600 / Math.max(...counts))));
+  const side = Math.min(170, 0.24 * wide, 16 + Math.max(...graph.tokens.map((text) => widthOf(shortened(text), 12))));
+  const step = Math.max(34, Math.min(170, (wide - 2 * side) / graph.layers.length));
+  const width = 2 * side + step * graph.layers.length, height = 30 + high * Math.max(...counts);
   return { counts, high, side, step, width, height, x: (column) => side + step * column, y: (row) => 24 + high * (row + 0.5) };
 }
 
@@ -210,8 +211,8 @@ function graphPlaces(graph) {
  * The graph: tokens down, layers across from the input at the left, edges as wide and as dark as what they carry.
  * chosen: {queries, token, edges, route, cut}: a route is the steps of one path, a cut the edges of a minimum cut.
  */
-function graphSvg(graph, title, chosen, theme, notes = null) {
-  const places = graphPlaces(graph), { counts, high, x, y } = places;
+function graphSvg(graph, title, chosen, theme, notes = null, wide = 1100) {
+  const places = graphPlaces(graph, wide), { counts, high, x, y } = places;
   const largest = chosen.edges.reduce((most, edge) => Math.max(most, edge.carries), 0) || 1;
   const widest = Math.max(1.2, Math.min(7, 0.3 * high));
   const line = (layer, query, key, more) => {
@@ -237,9 +238,9 @@ function graphSvg(graph, title, chosen, theme, notes = null) {
       drawn.push(tag("circle", { cx: x(column), cy: y(row), r: Math.min(4, high / 3), fill: reached.has(`${column} ${row}`) ? theme.ink : theme.line }));
     }
   });
-  const size = Math.max(6, Math.min(12, high - 1));
+  const size = 12, most = Math.max(4, Math.floor((places.side - 12) / (0.55 * size)));
   const names = (count) => (count === graph.tokens.length ? graph.tokens : [...Array(count).keys()].map(String));
-  const column = (labels, at, where, ...picked) => labels.forEach((text, row) => drawn.push(label(shortened(text), {
+  const column = (labels, at, where, ...picked) => labels.forEach((text, row) => drawn.push(label(shortened(text, Math.min(24, most)), {
     x: where, y: y(row) + 0.36 * size, "font-size": size, "text-anchor": at ? "start" : "end",
     fill: picked.includes(row) ? theme.accent : theme.ink, "font-weight": picked.includes(row) ? 700 : 400,
   })));
@@ -248,4 +249,33 @@ function graphSvg(graph, title, chosen, theme, notes = null) {
   return notes === null
     ? svg(places.width, places.height, title, theme, ...drawn)
     : framed(title, notes, places.width, places.height, theme, drawn.join(""));
+}
+
+/** The intervals of a chart, the best mean first, and those without a mean last. */
+function bestFirst(chart) {
+  const sign = chart.direction === "up" ? -1 : 1;
+  return [...chart.intervals].sort((a, b) => (a.mean === null) - (b.mean === null) || sign * (a.mean - b.mean));
+}
+
+/** Methods on one metric: a dot for the mean, a line for its interval; marked ones are hollow, with a line through all. */
+function chartSvg(chart, theme, wide) {
+  const rows = bestFirst(chart), high = 24, foot = high * rows.length;
+  const side = Math.min(0.4 * wide, 16 + Math.max(...rows.map((one) => widthOf(one.label, 13)))), width = Math.max(320, Math.min(wide, 860));
+  const most = Math.max(6, Math.floor(side / 6)), right = width - 70;
+  const ends = rows.flatMap((one) => [one.mean, one.low, one.high]).filter((value) => value !== null);
+  const low = Math.min(0, ...ends), top = Math.max(0, ...ends), x = (value) => side + ((value - low) / (top - low || 1)) * (right - side);
+  const digits = decimalsOf(ends), line = (x1, y1, x2, y2, more) => tag("path", { d: `M${x1} ${y1}L${x2} ${y2}`, fill: "none", ...more });
+  const drawn = [line(x(0), 0, x(0), foot, { stroke: theme.line, "stroke-width": 1.5 })];
+  rows.forEach((one, at) => {
+    const y = high * (at + 0.5), marked = chart.marks.includes(one.label);
+    drawn.push(label(shortened(one.label, Math.min(most, 40)), { x: side - 10, y: y + 4.5, "font-size": 13, "text-anchor": "end", fill: marked ? theme.soft : theme.ink }));
+    if (one.mean === null) { drawn.push(label("undefined", { x: x(0) + 6, y: y + 4, "font-size": 11, fill: theme.soft })); return; }
+    if (marked) drawn.push(line(x(one.mean), 0, x(one.mean), foot, { stroke: theme.soft, "stroke-dasharray": "2 4" }));
+    if (one.low !== null) drawn.push(line(x(one.low), y, x(one.high), y, { stroke: marked ? theme.soft : theme.edge, "stroke-width": 3, "stroke-opacity": 0.55, "stroke-linecap": "round" }));
+    drawn.push(tag("circle", { cx: x(one.mean), cy: y, r: 5, fill: marked ? theme.ground : theme.edge, stroke: marked ? theme.soft : theme.edge, "stroke-width": 2 }),
+      label(numberOf(one.mean, digits, false), { x: width - 4, y: y + 4, "font-size": 12, "text-anchor": "end", fill: theme.ink }));
+  });
+  const marks = [...new Set([low, 0, top])].filter((value) => value !== 0 || Math.min(Math.abs(x(low) - x(0)), Math.abs(x(top) - x(0))) > 40 || low === 0 || top === 0);
+  for (const value of marks) drawn.push(label(numberOf(value, digits, false), { x: x(value), y: foot + 14, "font-size": 11, "text-anchor": "middle", fill: theme.soft }));
+  return svg(width, foot + 20, `${chart.name}: means and intervals, best first`, theme, ...drawn);
 }

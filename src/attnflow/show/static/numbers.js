@@ -120,6 +120,14 @@ function rowOf(answer, state) {
   return { units, shown: units.filter((unit) => !unit.dropped), left, queries };
 }
 
+/** Where parts of an answer begin among some units, such as the decoder and what a model wrote: {place, names} of each. */
+function beginningsOf(answer, units) {
+  const parts = Object.entries(answer.recipe.parts ?? {});
+  return units.map((unit, place) => ({
+    place, names: parts.filter(([, start]) => unit.at >= start && (place === 0 || units[place - 1].at < start)).map(([name]) => name),
+  })).filter(({ names }) => names.length);
+}
+
 function sum(values) {
   let total = 0;
   for (const value of values) total += value;
@@ -257,6 +265,14 @@ function queryWords(answer, queries, query) {
   return `${kind} ${shortened(queries[query].label)} at ${queries[query].at}`;
 }
 
+/** What each answer is called: its method, with the query where several answers are by it, and its place where they still agree. */
+function namesOf(answers) {
+  const unlike = (names) => names.map((name, at) => names.every((other, place) => place === at || other !== name));
+  const methods = answers.map((one) => one.method), titles = answers.map((one) => one.title);
+  const alone = unlike(methods), told = unlike(titles);
+  return answers.map((one, at) => (alone[at] ? one.method : told[at] ? one.title : `${at + 1}. ${one.title}`));
+}
+
 /** The title of what is shown: the method, the query, the layer. */
 function titleOf(answer, state, queries) {
   const scaling = answer.recipe.scaling ? `, ${answer.recipe.scaling}` : "";
@@ -337,18 +353,21 @@ function carriedBy(graph, queries, token) {
 
 const MOST_EDGES = 5000; // more are a blot, and slow
 
-/** The strongest edges of all layers that together carry a share of what all carry; the share they do, and the least. */
+/** The strongest edges of each layer that together carry a share of what the layer does; the least share that one does. */
 function strongest(layers, share) {
-  const all = layers.flat().sort((a, b) => b.carries - a.carries);
-  const whole = sum(all.map((edge) => edge.carries));
-  const edges = [];
-  let carried = 0;
-  for (const edge of all) {
-    if (carried >= share * whole || edges.length >= MOST_EDGES) break;
-    edges.push(edge);
-    carried += edge.carries;
+  const edges = [], shares = [];
+  for (const layer of layers) {
+    const whole = sum(layer.map((edge) => edge.carries));
+    let carried = 0, drawn = 0;
+    for (const edge of [...layer].sort((a, b) => b.carries - a.carries)) {
+      if (carried >= share * whole * (1 - 1e-9) || drawn >= MOST_EDGES / layers.length) break;
+      edges.push(edge);
+      carried += edge.carries;
+      drawn++;
+    }
+    shares.push(whole ? carried / whole : 0);
   }
-  return { edges, share: whole ? carried / whole : 0, least: edges.length ? edges[edges.length - 1].carries : 0 };
+  return { edges, share: Math.min(...shares) };
 }
 
 // ---------------------------------------------------------------- files

@@ -1,34 +1,16 @@
 // The page: controls, views, keys and the address. All that it draws comes from numbers.js and draw.js.
 
-/** An element with properties, and children that are elements or text. */
-function make(name, properties = {}, ...children) {
-  const element = document.createElement(name);
-  for (const [key, value] of Object.entries(properties)) {
-    if (key === "dataset") Object.assign(element.dataset, value);
-    else if (key in element) element[key] = value;
-    else element.setAttribute(key, value);
-  }
-  element.append(...children);
-  return element;
-}
-
-/** An SVG as an element; text that is no SVG is an error, never markup. */
-function drawnFrom(text) {
-  const parsed = new DOMParser().parseFromString(text, "image/svg+xml");
-  if (parsed.querySelector("parsererror")) throw new Error("a view is no well-formed SVG");
-  return document.importNode(parsed.documentElement, true);
-}
-
 function startPage() {
   const byId = (id) => document.getElementById(id);
   const data = readData(byId("data").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const theme = () => (dark.matches ? DARK : LIGHT);
   const where = byId("where"), panel = byId("panel"), controls = byId("controls"), tabs = byId("tabs");
-  const SHARE = data.graph && data.graph.tokens.length > 60 ? 0.5 : 0.8;  // of many tokens fewer edges are read
+  const SHARE = data.graph && data.graph.tokens.length > 60 ? 0.6 : 0.8;  // of many tokens fewer edges are read
+  const many = data.examples.length > 0;
   let cursor = null;  // the position that the keys are at
 
-  const state = { method: 0, layer: 0, query: -1, words: false, drop: [], view: "", search: "", opacity: 0.65, top: 1, grid: false, own: null, token: -1, share: SHARE, route: -1, cut: false };
+  const state = { method: 0, layer: 0, query: -1, words: false, drop: [], view: "", search: "", opacity: 0.65, top: 1, grid: false, own: null, token: -1, share: SHARE, route: -1, cut: false, numbers: 0, by: "", least: false };
 
   const answer = () => data.answers[state.method];
   const queries = () => queriesOf(answer(), state.words);
@@ -39,10 +21,11 @@ function startPage() {
 
   function views() {
     const one = answer(), several = one.layers.length > 1 || queries().length > 1;
-    return [isImage() ? "image" : "tokens", several ? "map" : null, data.graph ? "graph" : null, "scores", "recipe"].filter(Boolean);
+    return [many ? "examples" : null, isImage() ? "image" : "tokens", several ? "map" : null, data.graph ? "graph" : null, "scores", "recipe"].filter(Boolean);
   }
 
-  const NAMES = { image: "Image", tokens: "Tokens", map: "Map", graph: "Flow graph", scores: "Scores", recipe: "Recipe" };
+  const NUMBERS = ["none", "score", "share", "rank"];  // that stand under the tokens
+  const NAMES = { examples: "Examples", image: "Image", tokens: "Tokens", map: "Map", graph: "Flow graph", scores: "Scores", recipe: "Recipe" };
 
   /** Bring the state within what the chosen answer has. */
   function settle() {
@@ -66,6 +49,8 @@ function startPage() {
     if (state.words) parts.words = 1;
     if (state.drop.length) parts.drop = state.drop.join(",");
     if (state.search) parts.search = state.search;
+    if (state.view === "examples") Object.assign(parts, { by: state.by }, state.least ? { least: 1 } : {});
+    if (state.numbers) parts.numbers = NUMBERS[state.numbers];
     if (state.view === "image") Object.assign(parts, { opacity: state.opacity, top: state.top }, state.grid ? { grid: 1 } : {}, state.own === null ? {} : { own: Number(state.own) });
     if (state.view === "graph") Object.assign(parts, { token: state.token, share: state.share, route: state.route }, state.cut ? { cut: 1 } : {});
     return `#${new URLSearchParams(parts)}`;
@@ -88,6 +73,9 @@ function startPage() {
     state.query = placeOf(at);
     state.view = parts.get("view") ?? state.view;
     state.search = parts.get("search") ?? "";
+    state.by = numbersOf(data.examples).includes(parts.get("by")) ? parts.get("by") : "";
+    state.least = parts.get("least") === "1";
+    state.numbers = Math.max(0, NUMBERS.indexOf(parts.get("numbers")));
     state.opacity = number("opacity", 0, 1, 0.65);
     state.top = number("top", 0.05, 1, 1);
     state.grid = parts.get("grid") === "1";
@@ -167,6 +155,7 @@ function startPage() {
 
   function drawControls(row) {
     const one = answer(), all = queries();
+    const alike = [...data.answers.keys()].filter((at) => data.answers[at].example === one.example), names = namesOf(alike.map((at) => data.answers[at]));
     const mean = one.rows === "group" ? "mean over all groups" : `mean over all ${all.length}`;
     const whole = sum(row.units.map((unit) => unit.score)), sinks = sinksOf(one, state.layer);
     const held = (name) => {
@@ -177,14 +166,15 @@ function startPage() {
       .map((role) => [role, `${role} tokens (${percent(held(role))} of the row)`]);
     if (sinks.length) toggles.push(["sink", `sinks: ${sinks.slice(0, 3).map((at) => shortened(one.tokens[at])).join(", ")} (${percent(held("sink"))})`]);
     fill(controls,
-      data.answers.length > 1 && choice("Method", "method", data.answers.map((each, at) => [at, `${at + 1}. ${each.title}`]), state.method, (method) => set({ method })),
+      many && choice("Example", "example", data.examples.map((each) => [each.answer, shortened(each.name, 40)]), data.examples[one.example].answer, (method) => set({ method })),
+      alike.length > 1 && choice("Method", "method", alike.map((at, place) => [at, names[place]]), state.method, (method) => set({ method })),
       all.length > 1 && choice(one.rows === "generated" ? "Written token" : one.rows === "group" ? "From" : "Query", "query",
         [[-1, mean], ...all.map((query, at) => [at, `${shortened(query.label)} at ${query.at}`])], state.query, (query) => set({ query })),
       one.layers.length > 1 && range("Layer", "layer", 0, one.layers.length - 1, 1, state.layer, `${one.layers[state.layer]} of ${one.layers[0]} to ${one.layers[one.layers.length - 1]}`, (layer) => set({ layer })),
       one.words && checkbox("words merged", "words", state.words, (words) => set({ words })),
       ...toggles.map(([name, said]) => checkbox(said, `drop-${name}`, !state.drop.includes(name),
         (kept) => set({ drop: kept ? state.drop.filter((each) => each !== name) : [...state.drop, name] }))),
-      control("Search", make("input", { type: "search", value: state.search, dataset: { key: "search" }, oninput: (event) => set({ search: event.target.value }) })));
+      control("Search for a token", make("input", { type: "search", value: state.search, dataset: { key: "search" }, oninput: (event) => set({ search: event.target.value }) })));
   }
 
   function drawTabs() {
@@ -231,26 +221,42 @@ function startPage() {
     return state.search !== "" && unit.label.toLowerCase().includes(state.search.toLowerCase());
   }
 
+  /** A token's label on the colour of its score, with a number under it if one is asked for. */
+  function paint(span, unit, ends, digits) {
+    const number = [null, () => numberOf(unit.score, digits, ends.signed), () => percent(unit.share), () => String(unit.rank)][state.numbers];
+    span.append(unit.label, ...(number ? [make("small", {}, number())] : []));
+    if (unit.score === 0) { span.classList.add("zero"); return; }
+    const colour = colourOf(data.ramps, ends, theme().ramp, unit.score);
+    span.style.background = colour;
+    span.style.color = inkOn(colour);
+  }
+
+  /** Tokens in lines that wrap; what a decoder was given and what a model wrote begin on lines of their own. */
+  function laid(list, spans, units) {
+    const begun = new Map(beginningsOf(answer(), units).map(({ place, names }) => [place, names]));
+    spans.forEach((span, at) => {
+      if (begun.has(at)) list.append(make("span", { className: "part" }, begun.get(at).map((name) => PARTS[name] ?? name).join(", ")));
+      list.append(span, "\u200b");
+    });
+  }
+
+  const PARTS = { decoder: "the decoder", written: "written by the model" };
+
   function tokenList(units, ends, name) {
     const chosen = queries()[state.query], digits = decimalsOf(units.map((unit) => unit.score));
     const list = make("div", { className: `tokens${state.search ? " searching" : ""}`, role: "listbox", "aria-label": name });
     const start = units.some((unit) => unit.at === cursor) ? cursor : chosen && units.some((unit) => unit.at === chosen.at) ? chosen.at : units[0]?.at;
     const spans = units.map((unit) => {
-      const span = make("span", { className: "token", role: "option", tabIndex: unit.at === start ? 0 : -1, dataset: { at: String(unit.at), key: `token-${unit.at}` } }, unit.label);
+      const span = make("span", { className: "token", role: "option", tabIndex: unit.at === start ? 0 : -1, dataset: { at: String(unit.at), key: `token-${unit.at}` } });
+      paint(span, unit, ends, digits);
       span.setAttribute("aria-selected", String(Boolean(chosen && chosen.at === unit.at)));
       span.setAttribute("aria-label", `${unit.label}, ${numberOf(unit.score, digits, answer().signed)}`);
       span.classList.toggle("query", Boolean(chosen && chosen.at === unit.at));
       span.classList.toggle("can", placeOf(unit.at) >= 0);
       span.classList.toggle("found", isFound(unit));
-      if (unit.score === 0) span.classList.add("zero");
-      else {
-        const colour = colourOf(data.ramps, ends, theme().ramp, unit.score);
-        span.style.background = colour;
-        span.style.color = inkOn(colour);
-      }
       return span;
     });
-    spans.forEach((span) => list.append(span, "\u200b"));
+    laid(list, spans, units);
     const unitOf = (event) => units.find((unit) => String(unit.at) === event.target.closest?.(".token")?.dataset.at);
     list.addEventListener("pointerover", (event) => say(unitOf(event), digits));
     list.addEventListener("focusin", (event) => { const unit = unitOf(event); if (unit) { cursor = unit.at; say(unit, digits); } });
@@ -311,10 +317,47 @@ function startPage() {
     const one = answer(), scores = row.shown.map((unit) => unit.score), ends = textScale(scores, one.signed);
     const notes = [...notesOf(one, state.layer, scores, ends, row.shown, sum(row.units.map((unit) => unit.score))), ...dropped(row)];
     const title = titleOf(one, state, row.queries);
+    const bar = make("div", { className: "bar" }, choice("Under each token", "numbers", [[0, "no number"], [1, "its score"], [2, "its share of the row"], [3, "its rank"]], state.numbers, (numbers) => set({ numbers })));
     return {
-      elements: [tokenList(row.shown, ends, `Tokens by their relevance: ${title}`), scaleLine(ends, theme().ramp)], notes,
+      elements: [bar, tokenList(row.shown, ends, `Tokens by their relevance: ${title}`), scaleLine(ends, theme().ramp), ...others(one)], notes,
       svg: () => tokensSvg(data.ramps, title, row.shown, ends, notes, LIGHT),
     };
+  }
+
+  /** What the other methods say of the same query, a text each, on scales of their own. */
+  function others(mine) {
+    const alike = data.answers.filter((one) => one !== mine && one.example === mine.example && queryIn(one, mine, state.query) !== null);
+    return alike.map((one) => {
+      const layer = sameLayer(one, mine), row = rowOf(one, { ...state, layer, query: queryIn(one, mine, state.query) });
+      const scores = row.shown.map((unit) => unit.score), ends = textScale(scores, one.signed), digits = decimalsOf(scores);
+      const list = make("div", { className: "tokens" });
+      laid(list, row.shown.map((unit) => {
+        const span = make("span", { className: "token", title: `${unit.label} at ${unit.at}: ${numberOf(unit.score, digits, one.signed)}, ${percent(unit.share)} of the row, rank ${unit.rank}` });
+        paint(span, unit, ends, digits);
+        return span;
+      }), row.shown);
+      const title = titleOf(one, { layer, query: queryIn(one, mine, state.query) }, row.queries);
+      const notes = notesOf(one, layer, scores, ends, row.shown, sum(row.units.map((unit) => unit.score)));
+      return make("figure", { className: "other" }, make("figcaption", {}, title), list, scaleLine(ends, theme().ramp), ...notes.map((note) => make("p", {}, note)));
+    });
+  }
+
+  /** The number of a query in another answer of the same input; null where it has no such query. */
+  function queryIn(one, mine, query) {
+    if (one === mine) return query;
+    if (one.rows === "target") return 0;
+    const theirs = queriesOf(one, state.words);
+    if (mine.rows === "target") return theirs.findIndex((each) => each.at === data.start.query);
+    if (one.rows !== mine.rows) return null;
+    if (query < 0) return String(one.queries) === String(mine.queries) ? -1 : null;
+    const found = theirs.findIndex((each) => each.at === queries()[query].at);
+    return found < 0 ? null : found;
+  }
+
+  /** The place of the chosen layer in another answer, or of its topmost. */
+  function sameLayer(one, mine) {
+    const same = one.layers.indexOf(mine.layers[state.layer]);
+    return same < 0 ? one.layers.length - 1 : same;
   }
 
   function dropped(row) {
@@ -336,7 +379,8 @@ function startPage() {
     const scores = rows.flatMap((each) => each.scores), ends = scale(scores, one.signed);
     const notes = [...notesOf(one, state.layer, scores, ends, row.shown, sum(row.units.map((unit) => unit.score))), ...dropped(row)];
     const of = byLayer ? `${one.method}, ${queryWords(one, row.queries, state.query)}, every layer; layer ${one.layers[0]} at the foot` : `${one.method}, every query, layer ${one.layers[0]}`;
-    const picture = (how) => mapSvg(data.ramps, of, rows, row.shown, ends, [], how, raster);
+    const begin = beginningsOf(one, row.shown).map(({ place }) => place);
+    const picture = (how) => mapSvg(data.ramps, of, rows, row.shown, ends, [], how, raster, begin);
     const drawing = drawnFrom(picture(theme()));
     const places = mapPlaces(rows.length, row.shown.length, rows.map((each) => each.label));
     const group = drawing.querySelector("g");
@@ -362,7 +406,7 @@ function startPage() {
       event.preventDefault();
       set(rows[Math.min(rows.length - 1, Math.max(0, at < 0 ? 0 : at + way))].change);
     });
-    return { elements: [scroll], notes, svg: () => mapSvg(data.ramps, of, rows, row.shown, ends, notes, LIGHT, raster) };
+    return { elements: [scroll], notes, svg: () => mapSvg(data.ramps, of, rows, row.shown, ends, notes, LIGHT, raster, begin) };
   }
 
   /** Many cells as one picture. */
@@ -380,19 +424,10 @@ function startPage() {
 
   /** The maps of a query: the chosen answer's, and those of other answers of the same patches that have the query. */
   function mapsOf(mine, query) {
-    const at = queries()[query]?.at;
-    const queryOf = (one) => {
-      if (one === mine) return query;
-      if (one.rows === "target") return 0;
-      if (mine.rows === "target") return one.queries.indexOf(data.start.query);
-      if (query < 0) return String(one.queries) === String(mine.queries) ? -1 : null;
-      return one.queries.includes(at) ? one.queries.indexOf(at) : null;
-    };
-    const alike = data.answers.filter((one) => one === mine || (String(one.grid) === String(mine.grid) && String(one.tokens) === String(mine.tokens)));
+    const at = queries()[query]?.at, queryOf = (one) => queryIn(one, mine, query);
+    const alike = data.answers.filter((one) => one === mine || (one.example === mine.example && String(one.grid) === String(mine.grid)));
     const maps = alike.filter((one) => queryOf(one) !== null).map((one) => {
-      // Of the same layer, if it has it.
-      const same = one.layers.indexOf(mine.layers[state.layer]), layer = same < 0 ? one.layers.length - 1 : same;
-      const all = queriesOf(one, one === mine && state.words), chosen = queryOf(one);
+      const layer = sameLayer(one, mine), all = queriesOf(one, state.words), chosen = queryOf(one);
       const scores = scoresOf(one, layer, rowsOf(one, all, chosen));
       return { one, name: titleOf(one, { layer, query: chosen }, all), scores: patchPositions(one).map((place) => scores[place]) };
     });
@@ -411,7 +446,8 @@ function startPage() {
       const settings = { opacity: state.opacity, grid: state.grid, chosen: patchPositions(map.one).indexOf(at) };
       return [...Array(frames).keys()].map((frame) => {
         const range = apart && scaled ? `, ${brief(map.ends.low)} to ${brief(map.ends.high)}` : "";
-        const name = `${map.name}${frames > 1 ? `, frame ${frame}` : ""}${range}`;
+        const several = maps.length > 1 ? `${map.name}, ` : "";
+        const name = `${frames > 1 ? `${several}frame ${frame}` : map.name}${range}`;
         const svg = patchesSvg(data.ramps, name, map.one, frame, map.scores, map.ends, photograph, settings, how);
         return { ...patchPlaces(map.one, frame, photograph), map, name, svg };
       });
@@ -441,7 +477,7 @@ function startPage() {
     const { scores, ends } = maps.find((map) => map.one === mine);
     const photograph = mine.grid.length === 2 ? data.photograph : null;
     const plain = photograph ? [make("figure", {}, make("figcaption", {}, "the photograph"), make("img", { src: photograph.href, alt: "The photograph" }))] : [];
-    const figures = make("div", { className: "figures" });
+    const figures = make("div", { className: mine.grid.length === 3 ? "figures strip" : "figures" });
     const put = (these) => figures.replaceChildren(...plain, ...framesOf(these, theme()).map((part) => figureOf(part, mine, row, these.apart)));
     put(found);
     const bar = make("div", { className: "bar" }, ...[
@@ -469,7 +505,7 @@ function startPage() {
         point(query < 0 ? state.query : query);
       });
       list.addEventListener("pointerleave", () => point(state.query));
-      elements.unshift(list);
+      elements.splice(1, 0, list);
     }
     return { elements, notes, svg: () => sheetSvg(data.ramps, titleOf(mine, state, row.queries), framesOf(found, LIGHT, true), apart ? null : ends, notes, LIGHT) };
   }
@@ -484,6 +520,11 @@ function startPage() {
     return rowsOf(one, queries(), state.query).map((row) => one.queries[row] - before).filter((at) => at < count);
   }
 
+  function reached(from) {
+    const one = answer(), chosen = queries()[state.query];
+    return chosen && one.rows !== "target" ? queryWords(one, queries(), state.query) : `${from.length === 1 ? "the query" : `the ${from.length} queries, each counted alike,`}`;
+  }
+
   let lens = null;  // the part of the graph that is seen, once it was moved
   let carried = {};  // what edges carry, for the pair that it was worked out for last
 
@@ -494,18 +535,18 @@ function startPage() {
     const from = graphQueries(graph);
     const pair = `${place} ${from} ${state.token}`;
     if (carried.pair !== pair) carried = { pair, layers: carriedBy(graph, from, state.token) };
-    const { edges, share, least } = strongest(carried.layers, state.share);
+    const { edges, share } = strongest(carried.layers, state.share);
     const known = graph.routes.find((route) => from.length === 1 && route.query === from[0] && route.token === state.token);
     const route = known?.paths[state.route]?.steps ?? [];
     const cut = state.cut && known ? known.cut : [];
     const to = state.token < 0 ? "" : ` from ${shortened(graph.tokens[state.token] ?? String(state.token))} at ${state.token}`;
-    const title = `what reaches ${queryWords(answer(), queries(), state.query)}, in layer ${graph.numbers[graph.numbers.length - 1]}${to}`;
+    const title = `what reaches ${reached(from)} in layer ${graph.numbers[graph.numbers.length - 1]}${to}`;
     const chosen = { queries: from, token: state.token, edges, route, cut };
-    const drawing = drawnFrom(graphSvg(graph, title, chosen, theme()));
-    const places = graphPlaces(graph);
+    const wide = Math.max(280, panel.clientWidth - 2), drawing = drawnFrom(graphSvg(graph, title, chosen, theme(), null, wide));
+    const places = graphPlaces(graph, wide), tall = Math.min(places.height, Math.max(320, 0.75 * innerHeight));
     const all = { x: 0, y: 0, width: places.width, height: places.height };
     // Of many tokens the part around the query is seen first, large enough to be read.
-    const high = Math.min(all.height, 700), middle = from.length === 1 ? places.y(from[0]) - high / 2 : 0;
+    const high = Math.min(all.height, (tall * all.width) / wide), middle = from.length === 1 ? places.y(from[0]) - high / 2 : 0;
     const home = { ...all, y: Math.min(Math.max(0, middle), all.height - high), height: high };
     const look = () => { const now = lens ?? home; drawing.setAttribute("viewBox", `${now.x} ${now.y} ${now.width} ${now.height}`); };
     look();
@@ -516,6 +557,7 @@ function startPage() {
     };
     const pan = (x, y) => { const now = lens ?? home; lens = { ...now, x: now.x + x * now.width, y: now.y + y * now.height }; look(); };
     const box = make("div", { className: "graph", tabIndex: 0, role: "group", dataset: { key: "graph" }, "aria-label": `${title}; arrows move, plus and minus zoom, 0 shows all` }, drawing);
+    box.style.height = `${tall}px`;
     box.addEventListener("wheel", (event) => {
       event.preventDefault();
       const place = box.getBoundingClientRect();
@@ -554,7 +596,7 @@ function startPage() {
         .map(([name, onclick]) => make("button", { type: "button", onclick, dataset: { key: name } }, name)));
     const notes = [
       `edges: ${graph.edges}; drawn by what they carry of what reaches the query, as a product of edges`,
-      `the ${edges.length} edges drawn, of ${brief(least)} or more each, carry ${percent(share)}`,
+      `${edges.length} edges are drawn, the strongest of each layer: they carry at least ${percent(share)} of what the layer does`,
     ];
     const kept = graph.layers.reduce((least, layer) => Math.min(least, layer.kept), 1);
     if (kept < 1) notes.push(`this page holds the strongest edges of each query: at least ${percent(kept)} of the weight of each layer`);
@@ -658,12 +700,20 @@ function startPage() {
 
   // -------------------------------------------------------------- drawing
 
-  const drawers = { tokens: drawTokens, image: drawImage, map: drawMap, graph: drawGraph, scores: drawScores, recipe: drawRecipe };
+  function drawExamples() {
+    return {
+      title: `${data.examples.length} examples`, svg: null, notes: ["disagreement: 1 less the mean rank correlation of the methods' rows; 0 where all rank alike, 1 as by chance"],
+      elements: exampleList(data.examples, { by: state.by, least: state.least }, set, (method) => set({ method, query: -1, view: data.answers[method].grid ? "image" : "tokens" })),
+    };
+  }
+
+  const drawers = { examples: drawExamples, tokens: drawTokens, image: drawImage, map: drawMap, graph: drawGraph, scores: drawScores, recipe: drawRecipe };
 
   function draw() {
     const row = current(), { title, elements, notes, svg: svgOf } = drawers[state.view](row);
     drawControls(row);
     drawTabs();
+    byId("about").textContent = answer().about;
     where.textContent = title ?? titleOf(answer(), state, row.queries);
     fill(panel, ...elements, exports(svgOf));
     const mixing = answer().mixers ? [`${answer().mixers} mixes positions unseen`] : [];
@@ -671,6 +721,7 @@ function startPage() {
     byId("footer").textContent = "Scores are kept as float32. Nothing here is fetched; the address restores this view.";
   }
 
+  addEventListener("resize", () => { if (state.view === "graph") draw(); });
   addEventListener("hashchange", () => { read(location.hash); draw(); });
   dark.addEventListener("change", draw);
   controls.addEventListener("submit", (event) => event.preventDefault());
