@@ -15,7 +15,8 @@ export NO_MKDOCS_2_WARNING := 1
 
 demo: $(VENV)/demo
 	mkdir -p out
-	$(BIN)/attnflow text "The keys to the cabinet are on the table." --method flow -o out/keys.png
+	$(BIN)/attnflow text "The keys to the cabinet are on the table." --similar-to "Where did I leave my keys?" \
+		--method lrp,raw,rollout,flow -o out/keys.png -o out/keys.html
 
 # WORKERS=2: as many processes at once (pytest-xdist); 0 is this process alone.
 WORKERS ?= 0

@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of docs/: figures 1 to 3 of the paper for a sentence, and a photograph.
+"""Draw the pictures of the README and of docs/: a similarity, figures 1 to 3 of the paper, and a photograph.
 
 python examples/pictures.py [--folder docs/pictures]
 """
@@ -12,10 +12,11 @@ import attnflow
 from attnflow.capturing import huggingface, vision
 from attnflow.show.graph import attention_graph
 from attnflow.show.overlay import overlay
-from attnflow.show.plots import layer_maps, save_figure
+from attnflow.show.plots import layer_maps, picture, save_figure
 from attnflow.show.wording import doubts
 
 SENTENCE = "The keys to the cabinet are on the table."
+OTHER = "Where did I leave my keys?"
 
 
 def main() -> None:
@@ -25,7 +26,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     model, tokenizer = huggingface.load()
+    target = attnflow.similar_to(model, OTHER, tokenizer=tokenizer, pooling="mean")
+    ruled = attnflow.explain(model, SENTENCE, "lrp", tokenizer=tokenizer, target=target)
     trace = attnflow.capture(model, SENTENCE, tokenizer=tokenizer)
+    beside = [method(trace, query=None) for method in (attnflow.raw, attnflow.rollout, attnflow.flow)]
+    save_figure(picture([ruled, *beside]), folder / "similarity.png")
     methods = (attnflow.raw, attnflow.rollout, attnflow.flow)
     every = {method.__name__: method(trace, layer="all") for method in methods}
     panels = {name: relevance.scores for name, relevance in every.items()}

@@ -83,6 +83,7 @@ def layer_map(relevance: Relevance) -> Figure:
 def layer_maps(relevances: Sequence[Relevance]) -> Figure:
     """Several methods' layer x token maps of one input, on one scale: `layer_map`'s, to the highest score of all.
 
+    Signed methods share a scale of their own, since they share out a target and not the relevance of a position.
     One shade is one number in every map. Raw attention and rollout are shares: their rows sum to 1. A flow is in
     units of capacity, of which 1 leaves the query, and its rows may sum to more than 1: it is at most 1 like a
     share, but a dark row of flow does not mean that the other methods' tokens got less. To compare how the tokens
@@ -96,12 +97,16 @@ def layer_maps(relevances: Sequence[Relevance]) -> Figure:
     if any(relevance.tokens != tokens for relevance in relevances):
         raise ValueError("the maps have different tokens; compare relevances of one input")
     rows, labels, names = zip(*(rows_of(relevance) for relevance in relevances), strict=True)
-    ends = scale(np.concatenate(rows), signed=any(is_signed(relevance.scores) for relevance in relevances))
+    signed = [is_signed(relevance.scores) for relevance in relevances]
+    ends = {
+        kind: scale(np.concatenate([row for row, own in zip(rows, signed, strict=True) if own is kind]), signed=kind)
+        for kind in set(signed)
+    }
     beside = len(rows) > 1 and len(tokens) <= SIDE_BY_SIDE
     figure, panels, (width, heights) = _panels(rows, len(tokens), beside=beside)
-    mesh = None
+    meshes: dict[bool, Any] = {}
     for number, (axes, relevance, scores) in enumerate(zip(panels, relevances, rows, strict=True)):
-        mesh = _draw_map(axes, scores, ends)
+        meshes[signed[number]] = _draw_map(axes, scores, ends[signed[number]])
         if names[number] != "layer":
             axes.invert_yaxis()  # what was written first stands first
         if not beside or number == 0 or labels[number] != labels[0]:
@@ -115,9 +120,13 @@ def layer_maps(relevances: Sequence[Relevance]) -> Figure:
             axes.set_xticks([])
         title(axes, method_and_query(relevance), width)
     aspect = 4 * (max(heights) if beside else sum(heights))
-    colour_bar(figure, mesh, ends, ax=panels, pad=0.02, fraction=0.05, aspect=aspect)
+    for kind, mesh in meshes.items():
+        own = [axes for axes, one in zip(panels, signed, strict=True) if one is kind]
+        colour_bar(figure, mesh, ends[kind], ax=own, pad=0.02, fraction=0.05, aspect=aspect)
     foot(
-        figure, said_of(relevances, rows, [ends] * len(rows)), [*tokens, *(label for some in labels for label in some)]
+        figure,
+        said_of(relevances, rows, [ends[kind] for kind in signed]),
+        [*tokens, *(label for some in labels for label in some)],
     )
     return figure
 
