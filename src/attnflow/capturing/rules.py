@@ -139,7 +139,7 @@ class Rules(TorchFunctionMode):
                 hook.remove()
 
     def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
-        if threading.get_ident() != self._thread or len(args) != 1 or not _live(args[0]):
+        if threading.get_ident() != self._thread or len(args) != 1 or not _live(_free(args[0])):
             return None
         elementwise, in_place = _tried(module, args[0])
         if not elementwise:
