@@ -1,6 +1,7 @@
 """How many examples a run explains in a second, beside the model's own batched forward pass and Captum's batches.
 
-python benchmarks/run.py [--data TEXTS] [--count 256] [--photograph FILE] [--images 48] [--output run.json]
+python benchmarks/run.py [--data TEXTS] [--count 256] [--photograph FILE] [--images 48]
+    [--methods raw,rollout] [--output run.json]
 
 The packaged MiniLM on the texts of a file (such as SST-2's dev.tsv), without --data on sentences made of one of 9 to 40
 words; with --photograph the packaged DINOv2-small too, on one image so many times, which is opened each time.
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=256)
     parser.add_argument("--photograph", type=Path)
     parser.add_argument("--images", type=int, default=48)
+    parser.add_argument("--methods", help="of the cases those by these methods alone, with commas between them")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     record: dict[str, Any] = {"machine": machine(), "texts": options.count, "rows": []}
@@ -165,11 +167,12 @@ def main() -> None:
     examples = texts(options.data, options.count)
     measured(examples[:8], "flow", 4, 1)  # what is compiled once
     jobs = [(examples, TEXTS)]
+    wanted = None if options.methods is None else options.methods.split(",")
     if options.photograph is not None:
         record["images"] = options.images
         jobs.insert(0, ([options.photograph] * options.images, PHOTOGRAPHS))
-    for job in jobs:
-        for row in rows(*job):
+    for given, cases in jobs:
+        for row in rows(given, [case for case in cases if wanted is None or case[0] in wanted]):
             record["rows"].append(row)
             name = f"{row['model']}, {row['method']}"
             print(f"{name:28} batch {row['batch_size']:3}  workers {row['workers']}  ", end="")

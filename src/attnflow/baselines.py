@@ -12,8 +12,9 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from attnflow.answer import Relevance
+from attnflow.capturing.each_layer import streams
 from attnflow.capturing.entrance import Inputs, arranged, entrance, has_ids, joined, looked_up, lookups
 from attnflow.capturing.rules import LRP, RULES, Rules, gradients
 from attnflow.capturing.target import Chosen, Target, asked, resolved
@@ -125,6 +127,64 @@ def integrated_gradients(
     return _relevance("integrated-gradients", scores, trace, settings, {"convergence_delta": float(delta.sum())})
 
 
+def grad_cam(
+    trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted", layer: int = -1
+) -> Relevance:
+    """Grad-CAM (Selvaraju et al. 2017) of what enters a layer of a vision Transformer: (sum over c of a_c x_c)+.
+
+    x (patch, c) is the stream that enters the layer, before any norm; a_c the mean over patches of the gradient of the
+    target with respect to it. Prefix tokens have no place in the image and score 0. layer: negative from the top; layer
+    0, which is entered by no block's stream, cannot be had. Not scaled. Cost: two passes.
+
+    Raises ValueError for an input without patches, and for a model not made of blocks (as capture's at_each_layer).
+    """
+    places = [place for place, role in enumerate(trace.roles) if role == "patch"]
+    if not places:
+        raise ValueError("grad-cam makes a map of patches, and the input has none; use gradient-x-input")
+    chosen = Chosen(resolved(target, model))
+    found, output = streams(model, inputs)
+    if not layer % len(found) >= 1 or not -len(found) <= layer < len(found):
+        raise ValueError(f"layer {layer!r} is entered by no block's stream: give one from 1 to {len(found) - 1}")
+    stream = found[layer % len(found) - 1]
+    if stream.shape[:2] != (1, len(trace.tokens)):
+        raise ValueError(f"a stream of {tuple(stream.shape)} does not hold the {len(trace.tokens)} tokens of the trace")
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(chosen(output).sum(), stream)
+    x, gradient = (one.detach()[0, places].cpu().double() for one in (stream, gradient))
+    scores = torch.zeros(len(trace.tokens), dtype=torch.float64)
+    scores[places] = (x @ gradient.mean(0)).clamp_min(0)
+    settings = {"target": chosen.facts(0)["target"], "layer": layer % len(found)}
+    return _relevance("grad-cam", scores, trace, settings, {}, chosen.facts(0))
+
+
+def hidden_token_attribution(
+    trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted", query: int | None = None
+) -> Relevance:
+    """Hidden Token Attribution (Brunner et al. 2020): how far a hidden vector moves with each token, as shares.
+
+    |d e / d x_i| over the sum of these, e the stream that the last block returns at `query` (unless told otherwise the
+    read-out), x_i the embedding or the pixels of token i, |.| the Euclidean norm of all entries of the Jacobian. The
+    target has no part. Cost: a backward pass for each number of e.
+
+    Raises ValueError for a query that is no one position, and for a model not made of blocks.
+    """
+    query = trace.readout if query is None else query  # pyright: ignore[reportAssignmentType]
+    if isinstance(query, bool) or not isinstance(query, int) or not -len(trace.tokens) <= query < len(trace.tokens):
+        raise ValueError(f"hidden-token-attribution explains one position; query={query!r} was given or read out")
+    values, run = entrance(trace, model, inputs)
+    values.requires_grad_()
+    found, _ = streams(model, inputs, lambda: run(values))
+    squares = torch.zeros(len(trace.tokens), dtype=torch.float64)
+    for number in found[-1][0, query]:
+        (gradient,) = torch.autograd.grad(number, values, retain_graph=True)
+        squares += _per_token(trace, gradient).square().sum(-1)
+    sizes = squares.sqrt()
+    scores = sizes / sizes.sum().clamp_min(1e-300)
+    answer = _relevance("hidden-token-attribution", scores, trace, {"query": [query % len(trace.tokens)]}, {})
+    place = query % len(trace.tokens)
+    return replace(answer, queries=(place,), query_tokens=(trace.tokens[place],), rows="query")
+
+
 def occlusion(trace: Trace, changes: NDArray[np.float64], positions: tuple[int, ...]) -> Relevance:
     """What removing each token alone takes from the target's score; negative where the score rises.
 
@@ -141,13 +201,20 @@ class Baseline:
     """One row of the table.
 
     needs: whether the function takes the model and its "inputs", or "changes" of a score. entered: whether it needs no
-    pass of its own with a trace that was captured with entered=True.
+    pass of its own with a trace that was captured with entered=True. targeted: whether a target has a part in it.
     """
 
     function: Callable[..., Relevance]
     needs: Literal["inputs", "changes"]
     source: str
     entered: bool = False
+    targeted: bool = True
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The settings that the function takes by name, beside the target."""
+        parameters = signature(self.function).parameters.values()
+        return frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY) - {"target", "rules"}
 
 
 BASELINES: dict[str, Baseline] = {
@@ -158,6 +225,8 @@ BASELINES: dict[str, Baseline] = {
     **{name: Baseline(partial(gradient_x_input, rules=name), "inputs", row.source) for name, row in RULES.items()},
     "lrp": Baseline(partial(gradient_x_input, rules=LRP), "inputs", RULES[LRP].source),
     "integrated-gradients": Baseline(integrated_gradients, "inputs", "Sundararajan et al. 2017"),
+    "grad-cam": Baseline(grad_cam, "inputs", "Selvaraju et al. 2017, of what enters the last layer"),
+    "hidden-token-attribution": Baseline(hidden_token_attribution, "inputs", "Brunner et al. 2020", targeted=False),
     "occlusion": Baseline(occlusion, "changes", "Zeiler & Fergus 2014; Li et al. 2016"),
 }
 

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 
 from attnflow.answer import Relevance
-from attnflow.baselines import BASELINES
+from attnflow.baselines import BASELINES, PathFrom
 from attnflow.capturing import CaptureSettings, capture
 from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.rules import LRP, RULES
 from attnflow.capturing.target import Target, has_logits, norm_at
 from attnflow.graph import Settings
-from attnflow.methods import METHODS, kept_for, read_out, relevance
+from attnflow.methods import DEFAULTS, METHODS, kept_for, read_out, relevance
 from attnflow.trace import Trace
 
 Progress = Callable[[int, int], object]
 
 
-class ExplainSettings(Settings, CaptureSettings, total=False):
-    """The settings of `capture` and those of the attention graph."""
+class BaselineSettings(TypedDict, total=False):
+    """The settings of baselines, as their own functions say what they mean."""
+
+    path_from: PathFrom
+    steps: int
+    seed: int
+
+
+class ExplainSettings(Settings, CaptureSettings, BaselineSettings, total=False):
+    """The settings of `capture`, those of the attention graph, and those of baselines."""
 
 
 @overload
 def explain(
     model: torch.nn.Module,
     inputs: Any,
-    method: str = ...,
+    method: str | None = ...,
     *,
     receptive_field: bool = ...,
     progress: Progress | None = ...,
@@ -51,7 +59,7 @@ def explain(
 def explain(
     model: torch.nn.Module,
     inputs: Any,
-    method: str | Sequence[str] = "rollout",
+    method: str | Sequence[str] | None = None,
     *,
     receptive_field: bool = False,
     progress: Progress | None = None,
@@ -61,21 +69,25 @@ def explain(
 
     model, inputs: as `attnflow.capture` takes them, with its settings, such as tokenizer and target.
     method: a name in `METHODS`, or in `BASELINES` of those that need the inputs alone; of several the answer is a
-    dictionary. The model runs once for all methods and plain gradients, and more for every other baseline; once more
-    where no target is given to methods that need one.
+    dictionary. Unless told otherwise it is "lrp" of a target, and "rollout" without one. The model runs once for all
+    methods and plain gradients, and more for every other baseline; once more where no target is given to methods that
+    need one.
     target: of methods that need gradients. Unless told otherwise it is "predicted" of a model that returns logits, and
     of others the Euclidean norm of what they return at the read-out.
     query: unless told otherwise the position that the output is read from, or all where it is read from several; all
     for methods that explain the target as a whole.
     layer: with a set of rules ("cp-lrp", "attnlrp", "libra") as the method, the relevance of what enters that block,
     or of all with "all"; without it, of the input itself.
-    The other settings are those of `attnflow.relevance`, and go to every method.
+    The other settings are those of `attnflow.relevance`, which go to every method, and those of baselines (path_from,
+    steps, seed; the layer of grad-cam and the query of hidden-token-attribution), which go to those that take them.
 
-    Raises ValueError, before the model runs, for unknown methods, and for a target that no method makes use of; else as
-    `attnflow.capture` and `attnflow.relevance` do.
+    Raises ValueError, before the model runs, for unknown methods, and for a target or setting that none of them makes
+    use of; else as `attnflow.capture` and `attnflow.relevance` do.
     """
-    names = [method] if isinstance(method, str) else list(method)
     target: Target | None = settings.pop("target", None)
+    if method is None:
+        method = DEFAULTS["array" if target is None else "target"]
+    names = [method] if isinstance(method, str) else list(method)
     check_methods(names, target)
     capturing: Any = {name: value for name, value in settings.items() if name in CaptureSettings.__annotations__}
     carrying: Any = {name: value for name, value in settings.items() if name not in capturing}
@@ -90,12 +102,21 @@ def explain(
         return relevance(trace, edges="entering-relevance", carry="received", **carrying)
     if settings.get("rules") is not None and not any(name in METHODS and is_targeted(name) for name in names):
         raise ValueError(f"rules have no part in {', '.join(names)}: they say how gradients of attention are taken")
-    alone = all(name not in METHODS for name in names)
-    if alone and (given := [name for name, value in carrying.items() if value]):
-        raise ValueError(f"{given[0]} has no part in {', '.join(names)}, which explain the target as a whole")
+    check_settings(names, carrying)
     trace, target = captured(model, inputs, names, target, capturing)
     answers = {name: answer(name, trace, model, inputs, target, settings.get("tokenizer"), carrying) for name in names}
     return answers[method] if isinstance(method, str) else answers
+
+
+def check_settings(names: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Refuse settings that none of some methods and baselines takes."""
+    taken = frozenset[str]().union(*(BASELINES[name].takes for name in names if name in BASELINES))
+    if any(name in METHODS for name in names):
+        taken |= settings.keys() - BaselineSettings.__annotations__
+    if given := [
+        name for name, value in settings.items() if value is not None and value is not False and name not in taken
+    ]:
+        raise ValueError(f"{given[0]} has no part in {', '.join(names)}")
 
 
 def check_methods(names: Sequence[str], target: Target | None) -> None:
@@ -112,7 +133,7 @@ def check_methods(names: Sequence[str], target: Target | None) -> None:
 
 def is_targeted(name: str) -> bool:
     """Whether a method explains a target."""
-    return name not in METHODS or "gradient" in METHODS[name].needs
+    return BASELINES[name].targeted if name in BASELINES else "gradient" in METHODS[name].needs
 
 
 def entered_for(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,6 +169,7 @@ def answer(
 ) -> Relevance:
     """The answer of a method, or of a baseline, which runs the model once more."""
     if name in METHODS:
+        settings = {one: value for one, value in settings.items() if one not in BaselineSettings.__annotations__}
         given: Any = {"query": read_out(name, trace), **settings}
         return relevance(trace, name, **given)
     if trace.generated_from is not None:
@@ -158,4 +180,6 @@ def answer(
     module, bound = module_of(model)
     args, named = arguments(module, inputs, tokenizer)
     entered: torch.Tensor | Mapping[str, Any] = args[0] if args else {**bound, **named}
-    return BASELINES[name].function(trace, module, entered, target=target)
+    row = BASELINES[name]
+    own = {one: value for one, value in settings.items() if one in row.takes and value is not None}
+    return row.function(trace, module, entered, target=target, **own)

@@ -88,8 +88,8 @@ def _listed(run: Run, facts: Mapping[str, Any], answers: Mapping[str, Relevance]
     pictures = {} if photograph is None or not maps else {"photograph": photograph}
     for method, grid in maps.items():
         signed = is_signed(answers[method].scores)
-        plain = photograph is None or signed
-        pictures[method] = map_image(grid, signed=signed) if plain else blended(grid, photograph)
+        plain = map_image(grid, signed=signed)
+        pictures[method] = plain if photograph is None or signed else blended(grid, photograph)
     numbers = {"agreement": facts["agreement"], "probability": facts["probability"], "tokens": len(first.tokens)}
     return Listed(
         facts["name"],
@@ -131,8 +131,8 @@ def _words(run: Run, found: Overview) -> Iterator[str]:
     for name, one in summary["methods"].items():
         if one["saturated"] is not None:
             yield (
-                f"Of the pairs of {name}, {one['saturated']:.0%} are saturated (their ends alone decide), and "
-                f"{one['fixed']:.0%} are fixed by layer 0 and what the query keeps of itself, whatever lies between."
+                f"Of the pairs of {name}, {one['saturated']:.1%} are saturated (their ends alone decide), and "
+                f"{one['fixed']:.1%} are fixed by layer 0 and what the query keeps of itself, whatever lies between."
             )
     for one in found.sinks[:_TOLD]:
         yield (
@@ -146,7 +146,8 @@ def _words(run: Run, found: Overview) -> Iterator[str]:
     if found.maps:
         yield (
             f"Means of classes are by {found.classes}: each image's map divided by its sum, patches averaged by their "
-            "place in the frame of the image alone. Nothing aligns what the images show."
+            "place in the frame of the image alone. Nothing aligns what the images show. Bright is more; each map has "
+            "a scale of its own."
         )
         if found.left_out:
             yield f"{found.left_out:,} maps are left out of the means, since their grids are others."

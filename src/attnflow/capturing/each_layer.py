@@ -7,7 +7,7 @@ label of anything below may show behind the cut. No name decides; a model that i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from attnflow.capturing.calls import LeftOut
-from attnflow.capturing.dataflow import Dataflow
+from attnflow.capturing.dataflow import Dataflow, dataflow
+from attnflow.capturing.entrance import Inputs
 from attnflow.capturing.inputs import fresh
 from attnflow.capturing.labels import replaced, tensors_in
-from attnflow.capturing.recorder import Recorder, Visit
+from attnflow.capturing.recorder import Recorder, Visit, record
 from attnflow.capturing.replay import Pass, as_before
 from attnflow.capturing.rules import Rules
 from attnflow.capturing.target import Chosen
@@ -57,6 +58,39 @@ def add_gradients(run: Pass, flow: Dataflow, target: Chosen, rules: str | None) 
                 if not isinstance(kept, LeftOut):
                     own = torch.zeros_like(output) if gradient is None else gradient
                     calls[call] = kept.with_gradient(own, at_layer=True)
+
+
+def streams(
+    model: torch.nn.Module, inputs: Inputs, run: Callable[[], Any] | None = None
+) -> tuple[list[torch.Tensor], Any]:
+    """The stream (example, token, width) that each block returns, with its graph, and what the model returns.
+
+    run: the pass, where it is not the model's own on these inputs.
+
+    Raises ValueError where the model is not made of such blocks.
+    """
+    args, kwargs = ((inputs,), {}) if isinstance(inputs, torch.Tensor) else ((), dict(inputs))
+    recording, _ = record(model, args, kwargs)
+    flow = dataflow(recording)
+    if len(flow.streams) > 1:
+        raise ValueError(f"{type(model).__name__} has no one stream: its attention changes or pools several")
+    blocks = _blocks(Pass(model, args, kwargs, recording), [group.calls for (group,) in flow.steps])
+    found: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, given: Any, output: Any) -> None:
+        stream = next(x for x in tensors_in(output) if x.is_floating_point() and x.ndim == 3)
+        found.append(stream if stream.requires_grad else stream.requires_grad_())
+
+    hooks = [
+        model.get_submodule(name).register_forward_hook(keep)
+        for name in dict.fromkeys(block.module for block in blocks)
+    ]
+    try:
+        with torch.enable_grad():
+            return found, model(*args, **kwargs) if run is None else run()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _blocks(run: Pass, layers: Sequence[tuple[int, ...]]) -> list[Visit]:
@@ -163,6 +197,6 @@ def _scores(run: Pass, target: Chosen, rules: str | None, recorder: _Cut | None 
 
 def _refusal(model: torch.nn.Module, reason: str) -> ValueError:
     return ValueError(
-        f"no score can be taken at each layer of {type(model).__name__}: {reason}; use the score at the end "
-        "(legrad-final-score), or leave out at_each_layer="
+        f"no layer of {type(model).__name__} has a stream of its own that the head could read: {reason}; use what "
+        "looks at the score at the end, such as legrad-final-score, without at_each_layer="
     )

@@ -36,8 +36,9 @@ class Options:
 
     method: str | None = None
     """How relevance is computed, one name or several with commas between them: `attnflow methods` lists the methods.
-    Beside them are random, gradient-norm, gradient-sum, gradient-x-input, integrated-gradients, libra, attnlrp and
-    cp-lrp. Unless told otherwise it is raw, the best of our studies without a target; of arrays rollout."""
+    Beside them are random, gradient-norm, gradient-sum, gradient-x-input, integrated-gradients, lrp, libra, attnlrp,
+    cp-lrp, grad-cam (images) and hidden-token-attribution. Unless told otherwise it is lrp of a target; without one
+    raw, and of arrays rollout."""
     target: str | None = None
     """What methods that need gradients explain: the index of a class or token, the name of a class, "predicted", or
     with --generate "answer", all that was written. By default predicted of a model that gives logits, else the norm of
@@ -64,6 +65,8 @@ class Options:
     identity beside the edges, or "measured" of the model; by default what the method asks for, 0 for raw attention."""
     receptive_field: Annotated[bool, Parameter(negative=())] = False
     """Divide by what each token's place alone would explain, if attention were even; for causal models."""
+    path_from: str | None = None
+    """Where the path of integrated gradients begins: zeros, blur (images), or the id of a token (texts)."""
     words: Annotated[bool, Parameter(negative=())] = False
     """Merge the pieces of each word: summed as tokens, averaged as queries."""
     drop: Annotated[tuple[Literal["special", "prefix"], ...], Parameter(negative=(), show_default=False)] = ()
@@ -423,17 +426,22 @@ def _together(options: Options) -> list[Path]:
 
 
 def _compute(run: Run, method: str, options: Options, layer: str) -> Relevance:
+    from attnflow.baselines import BASELINES
     from attnflow.explaining import answer
     from attnflow.methods import METHODS
 
     given = {"head": options.head, "residual": options.residual, "start_layer": options.start_layer}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if method not in METHODS:
-        asked = [name for name, value in {"query": options.query, "layer": options.layer, **settings}.items() if value]
-        if asked or options.receptive_field:
-            option = (asked or ["receptive_field"])[0].replace("_", "-")
-            raise ValueError(f"--{option} has no part in {method}, which explains the target as a whole")
-        return answer(method, run.trace, run.model, run.inputs, run.target, run.tokenizer, {})
+        query = None if options.query is None else _query(options.query, run.trace)
+        own = settings | {"query": query, "layer": None if options.layer is None else layer_number(options.layer)}
+        own |= {"receptive_field": options.receptive_field or None}
+        takes = BASELINES[method].takes
+        if wrong := [name for name, value in own.items() if value is not None and name not in takes]:
+            raise ValueError(f"--{wrong[0].replace('_', '-')} has no part in {method}")
+        path_from = options.path_from
+        own["path_from"] = int(path_from) if path_from and path_from.isdecimal() else path_from
+        return answer(method, run.trace, run.model, run.inputs, run.target, run.tokenizer, own)
     if options.query is not None:
         settings["query"] = _query(options.query, run.trace)
     settings |= {"layer": layer_number(layer)}
@@ -482,6 +490,8 @@ def _begin(
     methods = _methods(options)
     check_outputs([*_outputs(options, *methods), *_together(options)], SUFFIXES, *inputs)
     check_methods(methods, target)
+    if options.path_from is not None and "integrated-gradients" not in methods:
+        raise ValueError(f"--path-from has no part in {', '.join(methods)}: it is for integrated-gradients")
     if options.rules is not None and not any(name in METHODS and is_targeted(name) for name in methods):
         raise ValueError(f"--rules have no part in {', '.join(methods)}: they say how gradients of attention are taken")
     if not has_model and (wrong := [name for name in methods if is_targeted(name)]):

@@ -194,9 +194,10 @@ class Worker:
         """The traces of a batch, of which the model is asked about the first, and about others where it must be."""
         if self._first is None or not self._first.plain:
             traces = capture_batch(self._model, inputs, **settings)
-            if self._first is None and len(traces) > 1:
-                self._first = first_proof(self._model, inputs, traces, settings)
-            return traces
+            if self._first is not None or len(traces) == 1:
+                return traces
+            self._first = first_proof(self._model, inputs, traces, settings)
+            return [self._first.applied(trace) for trace in traces] if self._first.plain else traces
         return [self._first.applied(trace) for trace in capture_batch(self._model, inputs, **settings, prove=False)]
 
     def _together(self, batch: Sequence[_Ready]) -> Any:
