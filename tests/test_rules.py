@@ -361,6 +361,14 @@ def test_a_module_is_an_activation_where_it_maps_each_number_by_itself_and_all_a
         torch.testing.assert_close(x, before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("module", [nn.Tanh(), nn.Dropout().eval()])
+def test_a_parameter_that_passes_through_a_module_is_no_input(module):
+    """As DeBERTa's relative positions do, which attnlrp would give half of a product's relevance to."""
+    with Rules("attnlrp").of(module) as rules:
+        assert not module(nn.Parameter(torch.ones(3))).requires_grad
+    assert not rules.constants
+
+
 def test_two_threads_get_their_own_answers():
     model = small_bert()
     inputs = [{"input_ids": torch.randint(5, 500, (1, 9), generator=torch.Generator().manual_seed(n))} for n in (0, 1)]

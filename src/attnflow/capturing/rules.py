@@ -64,17 +64,24 @@ class _As(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """A value, in a list, with the gradient of x times a constant factor."""
+    """A value, in a list, with the gradient of x times constant factors."""
 
     @staticmethod
-    def forward(ctx: Any, value: list[torch.Tensor], x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(factor)
+    def forward(ctx: Any, value: list[torch.Tensor], x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*factors)
         return value[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (factor,) = ctx.saved_tensors
-        return None, gradients[0] * factor, None
+        gradient = gradients[0]
+        for factor in ctx.saved_tensors:
+            gradient = gradient * factor
+        return None, gradient, *(None for _ in ctx.saved_tensors)
+
+
+def _share(x: torch.Tensor, share: float) -> torch.Tensor:
+    """The same numbers, which pass on a share of their gradient."""
+    return _Scaled.apply([x.detach()], x, torch.tensor(share))  # pyright: ignore[reportReturnType]
 
 
 def gradients(score: torch.Tensor, wanted: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
@@ -119,6 +126,8 @@ class Rules(TorchFunctionMode):
         """The mode, entered, with activations that are modules of their own seen as one function each."""
         hooks: list[Any] = []
         for module in model.modules():
+            if isinstance(module, _LINEAR_MODULES):
+                continue
             if not any(True for _ in module.children()) and not any(True for _ in module.parameters()):
                 hooks.append(module.register_forward_pre_hook(self._enter))
                 hooks.append(module.register_forward_hook(self._leave))
@@ -130,7 +139,7 @@ class Rules(TorchFunctionMode):
                 hook.remove()
 
     def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
-        if threading.get_ident() != self._thread or len(args) != 1 or not _live(args[0]):
+        if threading.get_ident() != self._thread or len(args) != 1 or not _live(_free(args[0])):
             return None
         elementwise, in_place = _tried(module, args[0])
         if not elementwise:
@@ -205,7 +214,7 @@ def _live(x: Any) -> bool:
 
 def _free(x: Any) -> Any:
     """A parameter cut loose from gradients."""
-    return x.detach() if isinstance(x, torch.nn.Parameter) and x.requires_grad else x
+    return x.detach() if _live(x) and isinstance(x, torch.nn.Parameter) else x
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
@@ -325,8 +334,7 @@ def _rms_norm(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         eps = torch.finfo(wide.dtype).eps if eps is None else eps
         scale = (wide.square().mean(tuple(range(-len(shape), 0)), keepdim=True) + eps).rsqrt().to(x.dtype)
-        factor = scale if weight is None else scale * weight
-    return _Scaled.apply([value], x, factor)
+    return _Scaled.apply([value], x, scale, *(() if weight is None else (weight,)))
 
 
 def _group_norm(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
@@ -385,7 +393,7 @@ def _batch_norm(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
 def _joined(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     """An addition, or a concatenation, in which what comes from no input is kept."""
     shape: Sequence[int] = ()
-    if func in _SUMS:
+    if rules.by_token and func in _SUMS:
         shape = torch.broadcast_shapes(*(x.shape for x in _tensors((args[:2], kwargs.get("other")))))
 
     def keep(x: Any) -> Any:
@@ -414,26 +422,13 @@ def _bilinear(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     if rules.rule.bilinear == "own" or len(factors) < 2 or not all(map(_live, factors)):
         return func(*args, **kwargs)
     if func in _ADDED_TO:
-        return _added(rules, func, args, kwargs)
+        return func(args[0], *(_share(x, 0.5) for x in factors), *args[3:], **kwargs)
     return _halves(func, factors, args[2:], kwargs)
 
 
-def _added(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
-    with torch.no_grad():
-        value = func(*args, **kwargs)
-    first, one, two = args[:3]
-    own = func(first, one, two.detach(), *args[3:], **kwargs), func(first, one.detach(), two, *args[3:], **kwargs)
-    return _As.apply([value], 0.5 * own[0] + 0.5 * own[1])
-
-
 def _halves(func: Any, factors: Any, rest: Any, kwargs: Any) -> Any:
-    one, two = factors
     kwargs = {name: value for name, value in kwargs.items() if name != "other"}
-    with torch.no_grad():
-        func = _IN_PLACE.get(func, func)
-        value = func(one, two, *rest, **kwargs)
-    linear = func(one, two.detach(), *rest, **kwargs) + func(one.detach(), two, *rest, **kwargs)
-    return _As.apply([value], 0.5 * linear)
+    return _IN_PLACE.get(func, func)(*(_share(x, 0.5) for x in factors), *rest, **kwargs)
 
 
 def _einsum(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
@@ -492,10 +487,7 @@ def _attention(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
         return attend(q.detach(), k.detach(), v)
     if rules.rule.bilinear == "own":
         return attend(q, k, v)
-    with torch.no_grad():
-        value = attend(q, k, v)
-    half = [0.5 * x + 0.5 * x.detach() for x in (q, k)]
-    return _As.apply([value], 0.5 * attend(half[0], half[1], v.detach()) + 0.5 * attend(q.detach(), k.detach(), v))
+    return attend(_share(q, 0.25), _share(k, 0.25), _share(v, 0.5))  # half to the weights, of which half to each factor
 
 
 def _multi_head(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
@@ -527,7 +519,7 @@ def _glu(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     one, two = x.chunk(2, dim)
     with torch.no_grad():
         value, gate = func(*args, **kwargs), two.sigmoid()
-    return _As.apply([value], 0.5 * one * gate + 0.5 * one.detach() * _through(two, gate, torch.sigmoid))
+    return _As.apply([value], _halves(torch.mul, (one, _through(two, gate, torch.sigmoid)), (), {}))
 
 
 def _power(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
@@ -615,6 +607,8 @@ _RULES: dict[Any, Callable[[Rules, Any, Any, Any], Any]] = {
     F.glu: _glu,
     **({F.rms_norm: _rms_norm} if hasattr(F, "rms_norm") else {}),
 }
+# Modules whose function has its own gradient already, and need not be tried: that costs more than they do.
+_LINEAR_MODULES = (torch.nn.Dropout, torch.nn.Identity)
 # Names of functions that are linear, choose among numbers, or ask about a tensor.
 _LINEAR = frozenset(
     """
