@@ -32,7 +32,7 @@ ALLOWED = {
     "routes": {"trace", "answer", "graph", "methods", "propagate"},
     "baselines": {"trace", "answer", "capturing"},
     "intervening": {"layers", "capturing"},
-    "explaining": {"trace", "answer", "capturing", "graph", "methods", "baselines"},
+    "explaining": {"layers", "trace", "answer", "capturing", "graph", "methods", "baselines"},
     "run_page": {"answer", "files", "capturing", "running", "show"},
     "reporting": {
         "trace",
