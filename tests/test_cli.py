@@ -602,7 +602,7 @@ def test_how_similar_two_texts_are(run):
     code, out, _ = run(*said)
     found = json.loads(out)
     assert code == 0
-    assert found["recipe"]["method"] == "cp-lrp"
+    assert found["recipe"]["method"] == attnflow.capturing.rules.LRP
     assert "mean of the tokens" in found["recipe"]["target"]["target"]
     assert "Where did I leave my keys?" in found["recipe"]["target"]["target"]
     assert found["tokens"][int(np.argmax(found["scores"]))] == "keys"

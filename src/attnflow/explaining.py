@@ -16,7 +16,7 @@ from attnflow.capturing.rules import LRP, RULES
 from attnflow.capturing.target import Target, has_logits, norm_at
 from attnflow.graph import Settings
 from attnflow.layers import calls_of
-from attnflow.methods import METHODS, kept_for, read_out, relevance
+from attnflow.methods import DEFAULTS, METHODS, kept_for, read_out, relevance
 from attnflow.trace import Trace
 
 # The share of a target that attention moves, to first order, up to which a warning says so: where an untrained
@@ -42,7 +42,7 @@ class ExplainSettings(Settings, CaptureSettings, BaselineSettings, total=False):
 def explain(
     model: torch.nn.Module,
     inputs: Any,
-    method: str = ...,
+    method: str | None = ...,
     *,
     receptive_field: bool = ...,
     progress: Progress | None = ...,
@@ -65,7 +65,7 @@ def explain(
 def explain(
     model: torch.nn.Module,
     inputs: Any,
-    method: str | Sequence[str] = "rollout",
+    method: str | Sequence[str] | None = None,
     *,
     receptive_field: bool = False,
     progress: Progress | None = None,
@@ -75,8 +75,9 @@ def explain(
 
     model, inputs: as `attnflow.capture` takes them, with its settings, such as tokenizer and target.
     method: a name in `METHODS`, or in `BASELINES` of those that need the inputs alone; of several the answer is a
-    dictionary. The model runs once for all methods and plain gradients, and more for every other baseline; once more
-    where no target is given to methods that need one.
+    dictionary. Unless told otherwise it is "lrp" of a target, and "rollout" without one. The model runs once for all
+    methods and plain gradients, and more for every other baseline; once more where no target is given to methods that
+    need one.
     target: of methods that need gradients. Unless told otherwise it is "predicted" of a model that returns logits, and
     of others the Euclidean norm of what they return at the read-out.
     query: unless told otherwise the position that the output is read from, or all where it is read from several; all
@@ -89,8 +90,10 @@ def explain(
     Raises ValueError, before the model runs, for unknown methods, and for a target or setting that none of them makes
     use of; else as `attnflow.capture` and `attnflow.relevance` do.
     """
-    names = [method] if isinstance(method, str) else list(method)
     target: Target | None = settings.pop("target", None)
+    if method is None:
+        method = DEFAULTS["array" if target is None else "target"]
+    names = [method] if isinstance(method, str) else list(method)
     check_methods(names, target)
     capturing: Any = {name: value for name, value in settings.items() if name in CaptureSettings.__annotations__}
     carrying: Any = {name: value for name, value in settings.items() if name not in capturing}

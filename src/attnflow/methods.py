@@ -89,9 +89,10 @@ METHODS: dict[str, Method] = {
 # A difference of conserved relevance, over the largest at a token, above which a warning says so.
 LEAK = 1e-3
 
-# What the command line takes for a job unless told otherwise: the best of the league (docs/studies/league.md) of the
-# methods that need no target; given arrays are no job of a study, and have the paper's method.
-DEFAULTS: dict[str, str] = {"text": "raw", "image": "raw", "written": "raw", "array": "rollout", "target": "cp-lrp"}
+# What a job takes unless told otherwise (docs/leaderboard.md). Where there is a target, the rules that all tasks of the
+# leaderboard bear out; without one no method wins, and raw attention asks least of a model; given arrays have no model,
+# and have the paper's method.
+DEFAULTS: dict[str, str] = {"target": "lrp", "text": "raw", "image": "raw", "written": "raw", "array": "rollout"}
 
 
 def relevance(

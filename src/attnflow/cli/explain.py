@@ -36,9 +36,9 @@ class Options:
 
     method: str | None = None
     """How relevance is computed, one name or several with commas between them: `attnflow methods` lists the methods.
-    Beside them are random, gradient-norm, gradient-sum, gradient-x-input, integrated-gradients, libra, attnlrp, cp-lrp,
-    grad-cam (images) and hidden-token-attribution. Unless told otherwise it is raw, the best of our studies without a
-    target; of arrays rollout."""
+    Beside them are random, gradient-norm, gradient-sum, gradient-x-input, integrated-gradients, lrp, libra, attnlrp,
+    cp-lrp, grad-cam (images) and hidden-token-attribution. Unless told otherwise it is lrp of a target; without one
+    raw, and of arrays rollout."""
     target: str | None = None
     """What methods that need gradients explain: the index of a class or token, the name of a class, "predicted", or
     with --generate "answer", all that was written. By default predicted of a model that gives logits, else the norm of
