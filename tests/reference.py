@@ -198,7 +198,7 @@ def update_rules(layers, sizes):
     for calls in layers:
         more = []
         for s, q, weights, gradients in calls:
-            mean = gradient_x_attention(weights, gradients)  # equation 5
+            mean = gradient_x_attention(weights, gradients)
             if s == q:
                 more += [((s, t), mean @ r[s, t]) for t in sizes]  # equations 6 and 7
             else:

@@ -515,6 +515,26 @@ def test_a_residual_stands_beside_lengths_as_shares(text, residual):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_the_identity_is_added_to_lengths_as_shares(text):
+    trace, parts, _ = text
+    found = relevance(trace, edges="value-norm", carry="layer", layer=2, residual="add").scores
+    np.testing.assert_allclose(found, (reference.value_norm(parts[2]) + np.eye(12)) / 2, atol=1e-5)
+
+
+def test_what_adds_takes_no_edges_that_are_divided_by_their_sum(text):
+    trace, _, _ = text
+    for name, row in attnflow.EDGES.items():
+        if "block" in row.needs and name not in POST_NORM:
+            with pytest.raises(ValueError, match=f"^{name} edges are shares only once [^\n]*row_normalised=False"):
+                relevance(trace, edges=name, carry="update-rules")
+    with pytest.raises(ValueError, match="leave residual and row_normalised out"):
+        relevance(trace, edges="value-norm", carry="update-rules", row_normalised=True)
+    found = relevance(trace, edges="value-norm", carry="update-rules", row_normalised=False).scores
+    lengths = [edges_as_they_are(trace, "value-norm", layer) for layer in range(len(trace.layers))]
+    expected = np.linalg.multi_dot([one + np.eye(12) for one in reversed(lengths)])
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 @pytest.mark.parametrize("family", ["llama_gqa", "gpt2"])
 def test_behind_a_cache_each_query_has_its_own_key(family):

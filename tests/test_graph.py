@@ -33,6 +33,10 @@ def test_queries_are_positions_or_tokens():
         (1.5, "a query is a position, several positions or a token; 1.5 was given"),
         (["1"], r"a query is .*; \['1'\] was given"),
         (slice(0, 2), "a query is a position"),
+        (True, "a query is a position, several positions or a token; True was given"),
+        (np.False_, "a query is a position, .* was given"),
+        ([4, True], r"a query is a position, .*; \[4, True\] was given"),
+        (np.array([True, False]), "a query is a position, .* was given"),
     ],
 )
 def test_bad_queries(query, message):

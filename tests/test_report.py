@@ -378,6 +378,21 @@ def test_notes_are_those_of_every_view(answers, stories, photograph, tmp_path):
     assert any(found)
 
 
+def test_the_page_names_a_layer_where_scores_are_of_one(minilm, tmp_path):
+    model, tokenizer = minilm
+    some = [attnflow.explain(model, PIECES, name, tokenizer=tokenizer) for name in ("gradient-norm", "rollout")]
+    state = "{ layer: 0, query: -1 }"
+    found = by_node(
+        page(some),
+        f"data.answers.map((one) => [titleOf(one, {state}, queriesOf(one, false)), csvOf(one).split('\\r\\n')[1]])",
+        tmp_path,
+    )
+    assert found[0][0] == "gradient-norm, of the target"
+    assert found[0][1].startswith(",0,target,0,")
+    assert found[1][0].endswith(", layer 5")
+    assert found[1][1].startswith("5,0,")
+
+
 def test_numbers_are_written_as_python_writes_them(answers, tmp_path):
     values = [0.0, 1.0, -1.5, 0.1, 9.995, 99.95, 999.4, 999.6, 1234.5, 1e-4, 9.9996e-5, 1.23456e-7, -2.6e9, 1e100]
     found = by_node(page(answers), f"{json.dumps(values)}.map((value) => [brief(value), brief(value, 1)])", tmp_path)

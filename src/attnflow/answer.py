@@ -46,7 +46,8 @@ class Relevance:
     scores: float64 (query, token), or (layer, query, token) where every layer was asked for. Values are the
     method's own, unnormalised: a rollout row sums to 1, a flow is the value of a maximum flow in units of capacity.
     tokens, roles: the input positions (columns). queries, query_tokens: positions and labels of the rows.
-    layers: which layers' queries the scores explain, counted from 0 at the input; one for (query, token) scores.
+    layers: which layers' queries the scores explain, counted from 0 at the input; one for (query, token) scores. Of a
+    target that no layer explains (baselines) the last, which no view names.
     grid: (rows, columns), or (frames, rows, columns), of the patches among the tokens, or None.
     words: the word that each token belongs to, or None.
     recipe: method, settings, model, versions and checks: what is needed to make the scores again.

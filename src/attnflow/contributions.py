@@ -24,7 +24,7 @@ TILE = 2**23
 
 
 def value_norm(call: AttentionLike, queries: list[int]) -> torch.Tensor:
-    """The length of what a key adds: |sum over heads of A f(x_j)| (Kobayashi et al. 2020, section 3).
+    """The length of what a key adds: |sum over heads of A f(x_j)| (Kobayashi et al. 2020).
 
     As there the bias of the output projection is nobody's. Cost: O(n^2 heads^2). It cannot see what a position keeps of
     itself.
@@ -33,7 +33,7 @@ def value_norm(call: AttentionLike, queries: list[int]) -> torch.Tensor:
 
 
 def value_norm_with_residual(call: AttentionLike, queries: list[int]) -> torch.Tensor:
-    """The same with the stream x_i added at j = i: |sum A f(x_j) + [i = j] x_i| (Kobayashi et al. 2021, section 3).
+    """The same with the stream x_i added at j = i: |sum A f(x_j) + [i = j] x_i| (Kobayashi et al. 2021).
 
     Cost: as `value_norm`. It cannot see a norm behind the addition.
     """
@@ -41,7 +41,7 @@ def value_norm_with_residual(call: AttentionLike, queries: list[int]) -> torch.T
 
 
 def value_norm_through_norm(call: AttentionLike, queries: list[int]) -> torch.Tensor:
-    """The same through the norm behind the addition, its scale taken as given (Kobayashi et al. 2021, section 3).
+    """The same through the norm behind the addition, its scale taken as given (Kobayashi et al. 2021).
 
     |w * c(v)| / deviation of the sum, v the vector of `value_norm_with_residual`, c taking the mean off; the norm's
     bias is nobody's. An RMS norm takes no mean off. Cost: as `value_norm`.
@@ -62,7 +62,7 @@ def globenc(call: AttentionLike, queries: list[int]) -> torch.Tensor:
 
 
 def alti(call: AttentionLike, queries: list[int]) -> torch.Tensor:
-    """By how much a key brings the output nearer: (|y_i| - |y_i - T_i(x_j)|)+ (Ferrando et al. 2022, section 3: ALTI).
+    """By how much a key brings the output nearer: (|y_i| - |y_i - T_i(x_j)|)+ (Ferrando et al. 2022: ALTI).
 
     |.| is the sum of sizes. T_i(x_j) is the vector of `value_norm_through_norm`, or of `value_norm_with_residual` in a
     pre-norm model, and y_i what comes out of the addition and its norm, biases and all. Cost: O(n^2 heads width).
@@ -85,7 +85,7 @@ def alti(call: AttentionLike, queries: list[int]) -> torch.Tensor:
 
 
 def value_zeroing(call: AttentionLike, queries: list[int]) -> torch.Tensor:
-    """How far the output turns when the value v_j is 0: 1 - cos(y_i, y_i without v_j) (Mohebbi et al. 2023, section 3).
+    """How far the output turns when the value v_j is 0: 1 - cos(y_i, y_i without v_j) (Mohebbi et al. 2023).
 
     y_i is what comes out of the addition and its norm, which is computed again; there it is what comes out of the
     whole layer, MLP and all. It cannot see the stream, which is the same with and without: so through a layer of

@@ -141,7 +141,7 @@ EDGES: dict[str, Edges] = {
         0.0,
         frozenset({"gradient", "gradient at each layer"}),
     ),
-    "gradient-x-attention": Edges(gradient_x_attention, "(A dA)+", "Chefer et al. 2021, equation 5", "add", _GRADIENT),
+    "gradient-x-attention": Edges(gradient_x_attention, "(A dA)+", "Chefer et al. 2021 (ICCV)", "add", _GRADIENT),
     "signed-gradient-x-attention": Edges(
         signed_gradient_x_attention, "A dA", "Hao et al. 2021, at the input itself", "add", _GRADIENT, signed=True
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
@@ -14,8 +15,13 @@ from attnflow.capturing.inputs import arguments, module_of
 from attnflow.capturing.rules import LRP, RULES
 from attnflow.capturing.target import Target, has_logits, norm_at
 from attnflow.graph import Settings
+from attnflow.layers import calls_of
 from attnflow.methods import DEFAULTS, METHODS, kept_for, read_out, relevance
 from attnflow.trace import Trace
+
+# The share of a target that attention moves, to first order, up to which a warning says so: where an untrained
+# LayerNorm keeps the norm of the output the same it is 3e-6 and less; MiniLM and DINOv2-small have 5.
+UNMOVED = 1e-5
 
 Progress = Callable[[int, int], object]
 
@@ -93,7 +99,7 @@ def explain(
     carrying: Any = {name: value for name, value in settings.items() if name not in capturing}
     capturing |= kept_for(names, carrying.get("residual")) | entered_for(names, capturing)
     carrying |= {"receptive_field": receptive_field, "progress": progress}
-    if carrying.get("layer") is not None and any(name in (*RULES, "lrp") for name in names):
+    if carrying.get("layer") is not None and any(map(_by_rules, names)):
         if len(names) > 1 or not isinstance(method, str):
             raise ValueError(f"layer={carrying['layer']!r} with {', '.join(names)}: give one set of rules at a time")
         rules = LRP if method == "lrp" else method
@@ -136,6 +142,10 @@ def is_targeted(name: str) -> bool:
     return BASELINES[name].targeted if name in BASELINES else "gradient" in METHODS[name].needs
 
 
+def _by_rules(name: str) -> bool:
+    return name in RULES or name == "lrp"
+
+
 def entered_for(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The setting of `capture` by which some baselines need no pass of their own, where it can be had."""
     plain = settings.get("rules") is None and settings.get("generate") is None
@@ -156,12 +166,34 @@ def captured(
     if target is None:
         plain: CaptureSettings = {**settings, "at_each_layer": False, "entered": False, "rules": None, "keep": None}
         target = usual_target(capture(model, inputs, **plain))
+        trace = capture(model, inputs, **{**settings, "target": target})
+        if any(is_targeted(name) and not _by_rules(name) for name in names):  # rules have gradients of their own
+            _check_that_it_moves(trace)
+        return trace, target
     return capture(model, inputs, **{**settings, "target": target}), target
 
 
 def usual_target(trace: Trace) -> Target:
     """What is explained where no target is given: the predicted class, or the norm of what the model returns."""
     return "predicted" if has_logits(trace.output) else norm_at(trace.readout, trace.decoder_start or 0)
+
+
+def _check_that_it_moves(trace: Trace) -> None:
+    """Warn where attention can hardly move the target, as it cannot the norm of what an untrained LayerNorm returns.
+
+    Of each call that is |gradient at what it returned| |its values| over the target's score, |.| the Euclidean norm.
+    """
+    assert trace.target is not None
+    known = [call.gradient for layer in trace.layers for call in calls_of(layer) if call.gradient is not None]
+    most = max((float(one.output.double().norm() * one.v.double().norm()) for one in known), default=0.0)
+    share = most / max(abs(trace.target["score"]), 1e-300)
+    if share <= UNMOVED:
+        warnings.warn(
+            f"attention moves the target, {trace.target['target']}, by {share:.1g} of it at most, to first order, so "
+            "that its relevance is near rounding (the norm of what an untrained LayerNorm returns is always the same): "
+            "say what to explain with target=",
+            stacklevel=4,
+        )
 
 
 def answer(

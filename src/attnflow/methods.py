@@ -145,6 +145,11 @@ def relevance(
                 f"{method or row.carry} adds to what a position has: leave residual and row_normalised out, or use "
                 'carry="product"'
             )
+        if weighed.row_normalised and given.get("row_normalised") is None:
+            raise ValueError(
+                f"{row.edges} edges are shares only once rows are divided by their sum, and {method or row.carry} adds "
+                'to what a position has: use carry="product", or row_normalised=False to add them as they are'
+            )
         given["residual"] = "add"
     graph = attention_graph(attention, row.edges, **given)  # pyright: ignore[reportArgumentType]
     graph.check_room(whole_layers=carrier.whole)

@@ -118,8 +118,8 @@ class Transition:
         if not self.layer.pools and how.residual:
             share, kept = self._shares(queries)
             fused = how.head is None and how.head_fusion != "mean"
-            uneven = self.edges.shares and (fused or how.discard_ratio)
-            if how.residual != "add" and (uneven or (self.edges.row_normalised and how.row_normalised)):
+            uneven = self.edges.shares and (fused or how.discard_ratio) and how.residual != "add"
+            if uneven or (self.edges.row_normalised and how.row_normalised):
                 rows = _row_normalised(rows)
             rows = share * rows
             rows[range(len(queries)), queries] += kept

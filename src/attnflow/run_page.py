@@ -123,7 +123,8 @@ def _words(run: Run, found: Overview) -> Iterator[str]:
     model = recipe["model"]
     yield (
         f"{model['class']} (weights {model['sha256'][:12]}) on {summary['examples']:,} examples of {data['source']}, "
-        f"by {', '.join(recipe['methods'])}; {summary['failed']:,} failed. Each row explains one layer."
+        f"by {', '.join(recipe['methods'])}; {summary['failed']:,} failed. "
+        "Each row explains one layer, or the target as a whole."
     )
     beside = [f"{name} {one['special']:.0%}" for name, one in summary["methods"].items() if one["special"] is not None]
     if beside:

@@ -334,12 +334,18 @@ def token_labels(tokens: Any) -> tuple[str, ...]:
     )
 
 
+def is_index(value: Any) -> bool:
+    """Whether a value is an integer of Python, numpy or torch, and no bool, which Python takes for 0 or 1."""
+    kind = str(getattr(value, "dtype", type(value).__name__))
+    return isinstance(value, SupportsIndex) and not kind.endswith("bool")
+
+
 def query_positions(query: Query, labels: Sequence[str]) -> tuple[int, ...]:
     """The positions that `query` names among the query `labels`.
 
     An index (negative from the end), several, a label that occurs once ("[CLS]"), or None or "all" for every one.
 
-    Raises ValueError for a position out of range, or a label that is absent or occurs more than once.
+    Raises ValueError for a position out of range, a bool, or a label that is absent or occurs more than once.
     """
     count = len(labels)
     if query is None or (isinstance(query, str) and query == "all" and "all" not in labels):
@@ -354,7 +360,7 @@ def query_positions(query: Query, labels: Sequence[str]) -> tuple[int, ...]:
         raise ValueError(f"no token is {query!r}; the tokens are: {shown}")
     single = isinstance(query, SupportsIndex) and not hasattr(query, "__len__")
     wanted: list[Any] = [query] if single else list(query) if isinstance(query, Iterable) else [None]
-    if not all(isinstance(position, SupportsIndex) for position in wanted):
+    if not all(map(is_index, wanted)):
         raise ValueError(f"a query is a position, several positions or a token; {query!r} was given")
     if not wanted:
         raise ValueError("the list of queries is empty; give at least one position, or None for all")

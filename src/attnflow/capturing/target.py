@@ -9,9 +9,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+
+from attnflow.trace import is_index
 
 # How an embedding is made of what a model returns: a vector that it returns itself, or of the vectors of its tokens.
 Pooling: TypeAlias = Literal["output", "mean", "first", "last"]
@@ -109,6 +111,10 @@ class Token(Asked):
 
     position: int
     id: int | str | tuple[int, ...] = "predicted"
+
+    def __post_init__(self) -> None:
+        if not is_index(self.position):
+            raise ValueError(f"a token stands at a position, a number; {self.position!r} was given")
 
     @property
     def words(self) -> str:
@@ -262,7 +268,7 @@ def asked(target: Target) -> Asked:
     if isinstance(target, tuple) and len(target) == 2:
         return Contrast(*target)
     try:
-        return Classes(operator.index(target) if isinstance(target, SupportsIndex) else tuple(target))  # pyright: ignore
+        return Classes(operator.index(target) if is_index(target) else tuple(target))  # pyright: ignore
     except TypeError:
         raise ValueError(
             f"a target is an index, a name, a pair (a, b), a list, a value such as Contrast or a function; {target!r} "
@@ -413,7 +419,7 @@ def _indices(target: int | str | Sequence[int], logits: torch.Tensor) -> list[in
     if target == "predicted":
         return logits.argmax(-1).tolist()
     indices: list[Any] = [target] * len(logits) if isinstance(target, int | str) else list(target)
-    wrong = [i for i in indices if not isinstance(i, int) or not 0 <= i < logits.shape[1]]
+    wrong = [i for i in indices if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < logits.shape[1]]
     if wrong or len(indices) != len(logits):
         raise ValueError(
             f"target {target!r} does not fit logits of shape {tuple(logits.shape)}: give an index from 0 to "

@@ -38,7 +38,6 @@ def report(
         Show the traceback of an error.
     """
     take_messages(quiet=quiet)
-    import attnflow
     from attnflow.answer import DATA, PAGES, Relevance
     from attnflow.running.shards import MANIFEST
     from attnflow.show.report import command_of, save_page
@@ -49,8 +48,11 @@ def report(
         if len(files) > 1 or image is not None:
             raise ValueError(f"{named(runs[0])} is a run, which has a page of its own; give it alone")
         check_outputs([output], PAGES, *runs)
+        from attnflow import reporting
+        from attnflow.running.results import read
+
         with working("reading", quiet=quiet):
-            attnflow.report(attnflow.read(runs[0]), output)
+            reporting.report(read(runs[0]), output)
         note(f"wrote {named(output)}", quiet=quiet)
         return
     found = [path for given in files for path in _within(given, DATA)]

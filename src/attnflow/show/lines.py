@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from attnflow.answer import Relevance
 from attnflow.show.canvas import FOOT_LINE, SMALL, colour_bar, colour_map, foot_lines, hatch, literal, norm, wrapped
 from attnflow.show.colour import PAPER, Scale, ink, is_signed, rgb, text_scale
-from attnflow.show.wording import layers, method_and_query, rows, said_of, visible
+from attnflow.show.wording import APART, layers, rows, said_of, title_with, visible
 
 WIDTH = 8.0  # inches of a text of up to a thousand tokens; longer ones are wider, as their square root
 SIZE = 10.0  # points
@@ -57,12 +57,12 @@ def text_lines(relevance: Relevance | Sequence[Relevance]) -> Figure:
     first = several[0]
     if len(several) == 1:
         scores, labels, kind = rows(first)
-        apart = kind != "layer"
+        apart = kind in APART
         scores, labels = (scores, [f"{kind} {label}" for label in labels]) if apart else (first.row[None], [""])
-        heading = f"{method_and_query(first)}, {layers(first) if apart else _layer(first)}"
+        heading = title_with(first, layers(first) if apart else _layer(first))
     else:
         apart, scores = True, np.stack([one.row for one in several])
-        labels = [f"{method_and_query(one)}, {_layer(one)}" for one in several]
+        labels = [title_with(one, _layer(one)) for one in several]
         heading = f"{len(several)} methods on one scale"
     ends = text_scale(scores, signed=any(is_signed(one.scores) for one in several))
     width = WIDTH * max(1.0, np.sqrt(len(first.tokens) / 1000))

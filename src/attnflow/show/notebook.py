@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from attnflow.answer import Relevance
 from attnflow.show.colour import GROUND, PAPER, Scale, ink, is_signed, patch_scale, rgb, scale, text_scale
-from attnflow.show.wording import caption, decimals, notes, number, patches, prefix, rows, shortened, visible
+from attnflow.show.wording import APART, caption, decimals, notes, number, patches, prefix, rows, shortened, visible
 
 _BOX = "font-family:ui-sans-serif,system-ui,sans-serif;font-size:14px;line-height:1.9"
 _TOKEN = "padding:2px 5px;margin:1px;border-radius:3px;unicode-bidi:isolate;white-space:pre-wrap"
@@ -30,7 +30,7 @@ def html(relevance: Relevance) -> str:
     """
     positions = prefix(relevance) if relevance.grid else list(range(len(relevance.tokens)))
     scores, labels, kind = rows(relevance)
-    apart, signed = kind != "layer", is_signed(relevance.scores)
+    apart, signed = kind in APART, is_signed(relevance.scores)
     parts = [f'<div class="attnflow" style="{_BOX}">']
     lines = scores if apart else relevance.row[None]
     ends = text_scale(lines[:, positions], signed=signed)

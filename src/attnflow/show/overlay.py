@@ -17,7 +17,7 @@ from scipy.ndimage import gaussian_filter
 from attnflow.answer import Relevance
 from attnflow.show.canvas import blank, colour_bar, colour_map, foot, hatch, head, norm, scores_drawn, title
 from attnflow.show.colour import GROUND, Scale, is_signed, luminance, oklab, patch_scale, srgb
-from attnflow.show.wording import method_and_query, notes, patches, said_of
+from attnflow.show.wording import notes, patches, said_of, title_with
 
 PANEL = 4.0  # inches, the longer side
 LARGEST = 1600  # pixels, twice what a panel shows at 200 dpi
@@ -129,7 +129,7 @@ def overlays(relevances: Sequence[Relevance], image: Any = None) -> Figure:
         else:
             axes.imshow(_blended(grid, shown, ends))
         _hatch_zeros(axes, grid, grid.shape if shown is None else (shown.height, shown.width))
-        title(axes, f"{method_and_query(one)}, layer {one.layers[-1]}", width)
+        title(axes, title_with(one, f"layer {one.layers[-1]}"), width)
         if apart:
             _bar(figure, [axes], ends, width, height)
     if not apart:
@@ -190,7 +190,7 @@ def _finish(
     width, height = size
     place = {"ax": every, "pad": 0.02, "fraction": min(0.3, BAR / width), "aspect": height / BAR}
     colour_bar(figure, mesh, ends, **place)
-    text = f"{method_and_query(relevance)}, layer {relevance.layers[-1]}"
+    text = title_with(relevance, f"layer {relevance.layers[-1]}")
     head(figure, text)
     foot(figure, notes(relevance, grid, ends, zero="hatched"), [text])
 

@@ -27,7 +27,7 @@ from attnflow.show.colour import PAPER, Scale, is_signed, scale
 from attnflow.show.graph import attention_graph
 from attnflow.show.lines import text_lines
 from attnflow.show.overlay import overlay, overlays, patch_map
-from attnflow.show.wording import method_and_query, said_of
+from attnflow.show.wording import APART, method_and_query, said_of
 from attnflow.show.wording import rows as rows_of
 
 __all__ = [
@@ -64,7 +64,7 @@ def picture(relevance: Relevance | Sequence[Relevance], image: Any = None) -> Fi
     if first.grid:
         return patch_map(first)
     scores, _, kind = rows_of(first)
-    too_often = kind != "layer" and scores.size > MOST
+    too_often = kind in APART and scores.size > MOST
     return layer_maps(several) if len(first.tokens) <= READABLE or too_often else text_lines(several)
 
 
@@ -107,7 +107,7 @@ def layer_maps(relevances: Sequence[Relevance]) -> Figure:
     meshes: dict[bool, Any] = {}
     for number, (axes, relevance, scores) in enumerate(zip(panels, relevances, rows, strict=True)):
         meshes[signed[number]] = _draw_map(axes, scores, ends[signed[number]])
-        if names[number] != "layer":
+        if names[number] in APART:
             axes.invert_yaxis()  # what was written first stands first
         if not beside or number == 0 or labels[number] != labels[0]:
             label_tokens(axes.yaxis, labels[number], heights[number])

@@ -22,7 +22,7 @@ from attnflow.memory import check_memory
 from attnflow.show.colour import GROUND, PAPER, SIGNED, Ramp, is_signed, rgb
 from attnflow.show.document import document
 from attnflow.show.listing import examples_of
-from attnflow.show.wording import about, method_and_query, saturation, unseen_mixers, visible, why_zero
+from attnflow.show.wording import about, method_and_query, of_layers, saturation, unseen_mixers, visible, why_zero
 
 SCRIPTS = ("numbers.js", "draw.js", "list.js", "page.js")
 LARGEST = 200_000_000  # bytes of a page; browsers hold no longer text in one piece with ease
@@ -185,6 +185,7 @@ def _answer(relevance: Relevance, example: int) -> dict[str, Any]:
         "query_tokens": [visible(token) or "␣" for token in relevance.query_tokens],
         "word_labels": words,
         "shape": relevance.every_layer.shape,
+        "of_layers": of_layers(relevance),
         "three": relevance.scores.ndim == 3,
         "scores": pack(relevance.scores),
         "signed": is_signed(relevance.scores),

@@ -15,6 +15,7 @@ LONGEST_LABEL = 24
 SATURATED = 0.5  # the share of values that no longer depend on the query from which it is said
 PROOFS = ("dataflow", "isolation", "reproduction", "places")  # of a capture, that every view may name
 NAMED = 4  # tokens beyond a scale that are named
+APART = ("written", "from")  # kinds of rows that are not drawn as layers are (`rows`)
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _JOINERS = "\u200c\u200d"  # part of ordinary words in Persian and in Indic scripts, and of emoji
 
@@ -94,13 +95,27 @@ def rows(relevance: Relevance) -> tuple[NDArray[np.float64], list[str], str]:
     """What tables and maps set against the tokens: scores (row, token), the label of each row, and what rows are.
 
     A row for each layer, the mean over its queries; of one layer, tokens that a model wrote and groups have a row each.
+    Of a target that no layer explains it is one row of no kind.
     """
     labels = [shortened(token) for token in relevance.query_tokens]
     if written(relevance) and len(relevance.layers) == 1:
         return relevance.every_layer[0], labels, "written"
     if "groups" in relevance.recipe.get("settings", {}) and len(relevance.layers) == 1:
         return relevance.every_layer[0], labels, "from"
+    if not of_layers(relevance):
+        return relevance.every_layer[0], labels, ""
     return relevance.every_layer.mean(axis=1), [str(layer) for layer in relevance.layers], "layer"
+
+
+def of_layers(relevance: Relevance) -> bool:
+    """Whether the scores explain layers: a baseline explains the target of the whole model, unless it took a layer."""
+    own = relevance.rows != "target" or len(relevance.layers) > 1
+    return own or "layer" in relevance.recipe.get("settings", {})
+
+
+def title_with(relevance: Relevance, layer: str) -> str:
+    """The title of a picture with what it says of a layer, if the scores are of any."""
+    return f"{method_and_query(relevance)}, {layer}" if of_layers(relevance) else method_and_query(relevance)
 
 
 def layers(relevance: Relevance) -> str:
@@ -116,7 +131,7 @@ def layers(relevance: Relevance) -> str:
 def caption(relevance: Relevance) -> str:
     """The recipe in one line: method, query, layers, residual, and heads, as far as the recipe tells them."""
     settings = relevance.recipe.get("settings", {})
-    parts = [method_and_query(relevance), layers(relevance)]
+    parts = [title_with(relevance, layers(relevance))]
     if (mixers := unseen_mixers(relevance)) is not None:
         parts.append(f"{mixers} mixes positions unseen")
     if (residual := settings.get("residual")) is not None:

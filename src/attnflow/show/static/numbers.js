@@ -273,11 +273,12 @@ function namesOf(answers) {
   return answers.map((one, at) => (alone[at] ? one.method : told[at] ? one.title : `${at + 1}. ${one.title}`));
 }
 
-/** The title of what is shown: the method, the query, the layer. */
+/** The title of what is shown: the method, the query, and the layer if scores are of any. */
 function titleOf(answer, state, queries) {
   const scaling = answer.recipe.scaling ? `, ${answer.recipe.scaling}` : "";
   const mixers = answer.mixers ? ` (${answer.mixers} mixes positions unseen)` : "";
-  return `${answer.method}, ${queryWords(answer, queries, state.query)}${mixers}${scaling}, layer ${answer.layers[state.layer]}`;
+  const layer = answer.of_layers ? `, layer ${answer.layers[state.layer]}` : "";
+  return `${answer.method}, ${queryWords(answer, queries, state.query)}${mixers}${scaling}${layer}`;
 }
 
 /**
@@ -372,7 +373,7 @@ function strongest(layers, share) {
 
 // ---------------------------------------------------------------- files
 
-/** The scores of an answer as CSV: layer, query, position, token, role, score. */
+/** The scores of an answer as CSV: layer (empty where scores are of none), query, position, token, role, score. */
 function csvOf(answer) {
   const field = (text) => {
     // A spreadsheet runs what begins with one of these.
@@ -385,7 +386,7 @@ function csvOf(answer) {
     for (let query = 0; query < queries; query++) {
       for (let at = 0; at < count; at++) {
         const score = answer.scores[(layer * queries + query) * count + at];
-        lines.push([answer.layers[layer], answer.queries[query], answer.query_tokens[query], at, answer.tokens[at],
+        lines.push([answer.of_layers ? answer.layers[layer] : "", answer.queries[query], answer.query_tokens[query], at, answer.tokens[at],
           answer.roles[at], score].map(field).join(","));
       }
     }
