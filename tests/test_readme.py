@@ -52,3 +52,12 @@ def test_figures_of_studies_are_those_of_their_records(page):
     assert len(figures) > 15
     for figure in figures:
         assert re.search(rf"(?<![\d-]){re.escape(figure.replace('.', '0.'))}(?!\d)", league), figure
+
+
+def test_figures_of_the_leaderboard_are_those_of_its_page():
+    page = (ROOT / "docs/leaderboard.md").read_text()
+    table = README.split("## Which to believe")[1].split("\n\n")[2]
+    figures = re.findall(r"-?\.\d+", table)
+    assert len(figures) > 50
+    for figure in figures:
+        assert re.search(rf"(?<![\d-]){re.escape(figure.replace('.', '0.'))}(?!\d)", page), figure
