@@ -67,7 +67,7 @@ def measured(name: str, task: Task, data: Path, kept: Path, share: float) -> tup
 
 
 def ceiling(job: Job) -> str:
-    """How far blank-out by UNK agrees with blank-out by MASK: more no method can be asked for."""
+    """How far blank-out by UNK agrees with blank-out by MASK."""
     model, examples, settings = job
     agreed: list[float] = []
     for text, *_ in examples:
@@ -80,9 +80,7 @@ def ceiling(job: Job) -> str:
         ]
         one, other = (np.abs(blank_out(score, len(score.positions))) for score in scores)
         agreed.append(correlation(one, other))
-    return (
-        f"Blank-out by UNK and blank-out by MASK agree at {np.nanmean(agreed):.3f}: more no method can be asked for. "
-    )
+    return f"Blank-out by UNK and blank-out by MASK agree at {np.nanmean(agreed):.3f}: so far does the reference hang on the blank. "
 
 
 def told(name: str, done: int, total: int | None) -> None:
@@ -192,7 +190,7 @@ def main() -> None:
 apart from the best of its column: the interval of the paired difference, example by example, holds 0. {methods} methods
 and baselines are compared in each column, so that one in twenty is told apart, or not, by chance. `random` is the
 floor. Special tokens are neither removed nor compared. Signed relevance is compared by its size with sizes and with
-marks, and as it is where a test removes what speaks for the answer.
+marks, and as it is where a test removes what speaks for the answer. `occlusion` is the reference of blank-out itself.
 
 {overview(found)}
 

@@ -224,13 +224,6 @@ TASKS: dict[str, Task] = {
         horses,
         30,
     ),
-    "horses-deletion": Task(
-        "Patches that change what a ViT sees",
-        "The same; the norm of [CLS] as patches are painted over with zeros.",
-        ("deletion-gap",),
-        horses,
-        8,
-    ),
     "pasted-digits": Task(
         "A digit among shuffled digits, where the answer is known",
         "A ViT of four layers that is trained to name the one whole digit of a canvas, canvases of digits that it has "
