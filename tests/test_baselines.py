@@ -20,6 +20,7 @@ from attnflow.baselines import (
     occlusion,
     random,
 )
+from attnflow.capturing.rules import LRP
 from attnflow.faithfulness.metrics import blank_out
 from attnflow.faithfulness.score import text_score
 from classifiers import small_bert, small_vit, tokenizer
@@ -188,7 +189,7 @@ def test_baselines_are_relevance_like_any_other(small, name, tmp_path):
     assert relevance.roles == trace.roles
     assert (relevance.rows, relevance.query_tokens) == ("target", ("target",))
     assert set(relevance.recipe) - {"target"} == {"method", "settings", "model", "versions", "checks"}
-    assert relevance.recipe["method"] == name
+    assert relevance.recipe["method"] == (LRP if name == "lrp" else name)
     again = Relevance.load(relevance.save(tmp_path / "baseline.json"))
     np.testing.assert_array_equal(again.scores, relevance.scores)
     relevance.show()

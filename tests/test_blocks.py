@@ -622,7 +622,7 @@ def test_values_alone(minilm, text):
 
 def test_keep_is_checked(minilm):
     model, tokenizer = minilm
-    with pytest.raises(ValueError, match="keep='all' is unknown; give 'values', 'block' or None"):
+    with pytest.raises(ValueError, match="keep='all' is unknown; give 'values', 'block', 'relevance' or None"):
         capture(model, SENTENCE, tokenizer=tokenizer, keep="all")
     with pytest.raises(ValueError, match="keep= needs attention that capture sees itself; leave out weights="):
         capture(model, SENTENCE, tokenizer=tokenizer, keep="block", weights="*.self")

@@ -62,8 +62,8 @@ def evaluate(
         A folder with a mask of the same name for each photograph, black outside: adds the tests of segmentation.
     methods
         Names with commas between them: methods (`attnflow methods` lists them), or baselines (gradient-sum,
-        gradient-x-input, libra, attnlrp, cp-lrp, occlusion, integrated-gradients). random and gradient-norm are always
-        there.
+        gradient-x-input, lrp, libra, attnlrp, cp-lrp, occlusion, integrated-gradients, grad-cam (photographs),
+        hidden-token-attribution). random and gradient-norm are always there.
     metrics
         Names with commas between them; by default all that are for such data. For both: blank-out, signed-blank-out,
         gradient, deletion, least-first-deletion, deletion-gap. For texts: blank-out-kendall, gradient-kendall,
