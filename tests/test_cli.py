@@ -268,6 +268,10 @@ ERRORS = {
     ),
     "against nothing": (["text", "Hi", "--method", "chefer", "--against", " "], "--against is empty"),
     "against without a target": (["text", "Hi", "--against", "1", "--method", "raw"], "target has no part in raw"),
+    "a fusion of no heads": (
+        ["text", "Hi", "--method", "gradient-norm", "--head-fusion", "max"],
+        "--head-fusion has no part in gradient-norm",
+    ),
     "similar to what": (["text", "Hi", "--similar-to", " "], "--similar-to is empty"),
     "similar to and a target": (["text", "Hi", "--similar-to", "Ho", "--target", "1"], "--similar-to is the target"),
     "no edges": (["text", "Hi", "--knockout", "0"], "--knockout takes a number of edges from 1 on; it is 0"),
@@ -623,4 +627,4 @@ def test_edges_are_taken_out_of_the_model(run, minilm):
     code, out, _ = run(*said, "--quiet")
     assert code == 0
     assert "edges taken out of" in out
-    assert f"{-tested.taken['rollout'].change:+.4f}" in out
+    assert f"{tested.taken['rollout'].change:+.4f}" in out

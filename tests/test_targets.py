@@ -241,7 +241,7 @@ def test_a_text_to_be_similar_to_is_run_as_the_model_runs_it(minilm):
         ('{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}', "pools by pooling_mode_cls_token, "),
         ("[]", "pools by nothing"),
         ("{", "cannot be read as JSON"),
-        (None, "does not say how its embedding is made"),
+        (None, "no folder .* here says how its embedding is made"),
     ],
 )
 def test_how_a_saved_model_pools(tmp_path, saved, expected):
@@ -253,3 +253,13 @@ def test_how_a_saved_model_pools(tmp_path, saved, expected):
     else:
         with pytest.raises(ValueError, match=expected):
             saved_pooling(str(tmp_path))
+
+
+def test_a_layer_behind_the_pooling_is_not_passed_over(tmp_path):
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (tmp_path / "2_Normalize").mkdir()
+    assert saved_pooling(str(tmp_path)) == "mean"  # a cosine does not see it
+    (tmp_path / "2_Dense").mkdir()
+    with pytest.raises(ValueError, match="behind the pooling, by 2_Dense"):
+        saved_pooling(str(tmp_path))

@@ -128,7 +128,12 @@ def integrated_gradients(
 
 
 def grad_cam(
-    trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Target = "predicted", layer: int = -1
+    trace: Trace,
+    model: torch.nn.Module,
+    inputs: Inputs,
+    *,
+    target: Target = "predicted",
+    layer: int | Literal["all"] = -1,
 ) -> Relevance:
     """Grad-CAM (Selvaraju et al. 2017) of what enters a layer of a vision Transformer: (sum over c of a_c x_c)+.
 
@@ -143,7 +148,7 @@ def grad_cam(
         raise ValueError("grad-cam makes a map of patches, and the input has none; use gradient-x-input")
     chosen = Chosen(resolved(target, model))
     found, output = streams(model, inputs)
-    if not layer % len(found) >= 1 or not -len(found) <= layer < len(found):
+    if not isinstance(layer, int) or not -len(found) <= layer < len(found) or layer % len(found) == 0:
         raise ValueError(f"layer {layer!r} is entered by no block's stream: give one from 1 to {len(found) - 1}")
     stream = found[layer % len(found) - 1]
     if stream.shape[:2] != (1, len(trace.tokens)):
@@ -365,14 +370,14 @@ def _relevance(
     checks: Mapping[str, Any],
     target: Mapping[str, Any] | None = None,
 ) -> Relevance:
-    """Scores (token,) as one row, of the target as a whole."""
+    """Scores (token,) as one row, of the target as a whole; of the layer that the settings name, if they do."""
     return Relevance(
         scores=np.asarray(scores, dtype=np.float64)[None],
         tokens=trace.tokens,
         roles=trace.roles,
         queries=(0,),
         query_tokens=("target",),
-        layers=(len(trace.layers) - 1,),
+        layers=(settings.get("layer", len(trace.layers) - 1),),
         grid=trace.grid,
         words=trace.words,
         recipe=trace.recipe(method, dict(settings), dict(checks), target=target, parts=trace.parts),

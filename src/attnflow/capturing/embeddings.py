@@ -48,14 +48,17 @@ def similar_to(model: Any, inputs: Any, *, tokenizer: Any = None, pooling: Pooli
 def saved_pooling(name: str) -> Pooling:
     """How a model that sentence-transformers saved pools the vectors of its tokens.
 
-    name: a local folder. Raises ValueError where nothing is saved there, or another way to pool.
+    name: a local folder. Raises ValueError where nothing is saved there, another way to pool, or a layer behind it.
     """
+    behind = sorted(path.name for path in Path(name).glob("[2-9]_*") if not path.name.endswith("Normalize"))
+    if behind:
+        raise ValueError(f"{name} changes its embedding behind the pooling, by {behind[0]}, which is not run here")
     file = Path(name) / "1_Pooling" / "config.json"
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"{name} does not say how its embedding is made of the vectors of its tokens (it has no "
+            f"no folder {name} here says how its embedding is made of the vectors of its tokens (in "
             "1_Pooling/config.json): give pooling (--pooling): mean, first, last, or output where the model returns it"
         ) from None
     except (OSError, ValueError) as error:

@@ -46,7 +46,7 @@ class Options:
     against: str | None = None
     """Another class or token, by index or name: explain why the target (predicted unless told) rather than this one."""
     rules: str | None = None
-    """How gradients are taken: by libra, attnlrp or cp-lrp, rules under which relevance adds up."""
+    """How gradients are taken: by the rules of libra, attnlrp or cp-lrp. Under cp-lrp relevance adds up exactly."""
     query: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
     """The output position to explain: a position, a token such as [CLS], or "all" for the mean over all. By default
     what the model wrote ("generated"), else the last token of a causal model, else the first if it is special ([CLS]),
@@ -436,6 +436,7 @@ def _compute(run: Run, method: str, options: Options, layer: str) -> Relevance:
         query = None if options.query is None else _query(options.query, run.trace)
         own = settings | {"query": query, "layer": None if options.layer is None else layer_number(options.layer)}
         own |= {"receptive_field": options.receptive_field or None}
+        own |= {"head_fusion": None if options.head_fusion == "mean" else options.head_fusion}
         takes = BASELINES[method].takes
         if wrong := [name for name, value in own.items() if value is not None and name not in takes]:
             raise ValueError(f"--{wrong[0].replace('_', '-')} has no part in {method}")

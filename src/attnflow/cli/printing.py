@@ -123,9 +123,9 @@ def print_knockout(tested: RouteTest) -> None:
     """What the target loses without the edges of each method, beside random edges."""
     from rich.table import Table
 
-    table = Table("edges taken out of", "edges", "change of the target", "random edges", "random, same queries")
+    table = Table("edges taken out of", "edges", "the target falls by", "random edges", "random, same queries")
     for name, taken in tested.taken.items():
-        changes = (f"{value:+.4f}" for value in (-taken.change, -taken.random, -taken.same_queries))
+        changes = (f"{value:+.4f}" for value in (taken.change, taken.random, taken.same_queries))
         table.add_row(name, str(taken.edges), *changes)
     table.caption = f"the target is {tested.base:.4f} of the whole model"
     print_table(table)

@@ -136,9 +136,9 @@ lowest_bit: Any = intrinsic(_lowest_bit)
 def kernel(function: Callable[..., Any], **options: Any) -> Any:
     """Compile at the first call, and keep the code on disk; where nothing can be written, compile in each process."""
     try:
-        return njit(cache=True, nogil=True, no_cfunc_wrapper=True, **options)(function)
+        return njit(cache=True, nogil=True, no_cfunc_wrapper=True, **options)(function)  # pyright: ignore[reportCallIssue]
     except RuntimeError:
-        return njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
+        return njit(nogil=True, no_cfunc_wrapper=True, **options)(function)  # pyright: ignore[reportCallIssue]
 
 
 def inner(function: Callable[..., Any]) -> Any:

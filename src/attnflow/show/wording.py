@@ -241,7 +241,10 @@ def _sign(relevance: Relevance) -> str | None:
         return None
     speaks = "positive (blue) speaks for, negative (orange) against"
     where = f" at layer {relevance.layers[-1]}" if len(relevance.layers) > 1 else ""
-    return f"{speaks}; the scores{where} sum to {relevance.row.sum():+.3g}"
+    of = ""
+    if "completeness_error" in relevance.recipe.get("checks", {}) and "score" in (relevance.recipe.get("target") or {}):
+        of = f", of a target of {relevance.recipe['target']['score']:+.3g} (the rest: biases, and what the rules lose)"
+    return f"{speaks}; the scores{where} sum to {relevance.row.sum():+.3g}{of}"
 
 
 def _beyond(relevance: Relevance, scores: NDArray[np.float64], ends: Scale) -> str | None:
