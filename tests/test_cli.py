@@ -275,6 +275,10 @@ ERRORS = {
     "similar to what": (["text", "Hi", "--similar-to", " "], "--similar-to is empty"),
     "similar to and a target": (["text", "Hi", "--similar-to", "Ho", "--target", "1"], "--similar-to is the target"),
     "no edges": (["text", "Hi", "--knockout", "0"], "--knockout takes a number of edges from 1 on; it is 0"),
+    "edges of another query": (
+        ["text", "Hi", "--knockout", "1", "--query", "1"],
+        "--knockout takes out the edges of methods as they are from the read-out: leave --query out",
+    ),
     "edges of a text": (["text", "Hi", "--knockout", "1", "--generate", "2"], "--knockout explains one target"),
     "pooling of what": (["text", "Hi", "--pooling", "mean"], "--pooling says how embeddings are made"),
     "similarity of raw": (["text", "Hi", "--similar-to", "Ho", "--method", "raw"], "target has no part in raw"),

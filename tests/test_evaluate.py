@@ -166,6 +166,13 @@ def test_differences_are_paired():
         evaluation.differences("flow")
 
 
+def test_a_file_is_what_its_suffix_says(tmp_path):
+    evaluation = Evaluation((Row(0, "raw", 1, "aopc", 0.5),), (), {"seed": 0})
+    with pytest.raises(ValueError, match=r"e\.json: the suffix must be \.parquet, or \.html for a page"):
+        evaluation.save(tmp_path / "e.json")
+    assert not list(tmp_path.iterdir())
+
+
 def test_less_may_be_better():
     rows = [Row(number, name, 1, "deletion", value + number) for name, value in (("raw", 0.5), ("rollout", 0.2))
             for number in range(3)]  # fmt: skip

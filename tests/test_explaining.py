@@ -21,6 +21,22 @@ def bert():
     return small_bert(), tokenizer()
 
 
+def test_other_rules_than_the_method_s_own_are_refused(bert):
+    model, words = bert
+    for more in ({}, {"layer": 1}):
+        with pytest.raises(ValueError, match="rules have no part in cp-lrp"):
+            explain(model, TEXT, "cp-lrp", tokenizer=words, target=1, rules="libra", **more)
+
+
+def test_a_target_takes_the_rules_unless_told_otherwise(bert):
+    model, words = bert
+    np.testing.assert_array_equal(
+        explain(model, TEXT, tokenizer=words, target=1).scores,
+        explain(model, TEXT, "lrp", tokenizer=words, target=1).scores,
+    )
+    assert explain(model, TEXT, tokenizer=words).recipe["method"] == "rollout"
+
+
 def test_one_method_is_one_answer(bert):
     model, words = bert
     trace = capture(model, TEXT, tokenizer=words, target="predicted", keep="block", at_each_layer=True)

@@ -373,6 +373,12 @@ def test_shuffled_runs_take_a_sample_of_the_seed(tmp_path, bert):
     assert sample("a", 1) != [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("setting", [{"layer": 0}, {"head": 1}, {"residual": 0.9}, {"receptive_field": True}])
+def test_a_setting_that_no_method_takes_is_refused(tmp_path, bert, setting):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))} has no part in gradient-norm, lrp"):
+        run(tmp_path, bert, TEXTS[:2], method=["gradient-norm", "lrp"], **setting)
+
+
 def test_another_run_is_refused(tmp_path, bert):
     run(tmp_path, bert, TEXTS[:4])
     for settings, said in (
@@ -558,6 +564,7 @@ def test_the_command_line(command, saved, tmp_path):
     [
         (["absent.txt"], "there is no absent.txt"),
         ([__file__, "--method", "rolout"], "method 'rolout' is unknown"),
+        ([__file__, "--method", "lrp", "--head-fusion", "max"], "head_fusion has no part in lrp"),
         ([__file__, "--target", "cat"], "--target takes predicted, label, or the index"),
         ([__file__, "--target", "label"], "target has no part in rollout"),
         ([__file__, "--limit", "0"], "limit must be a whole number from 1 on"),

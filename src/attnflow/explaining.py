@@ -19,8 +19,8 @@ from attnflow.layers import calls_of
 from attnflow.methods import DEFAULTS, METHODS, kept_for, read_out, relevance
 from attnflow.trace import Trace
 
-# The share of a target that attention moves, to first order, up to which a warning says so: where an untrained
-# LayerNorm keeps the norm of the output the same it is 3e-6 and less; MiniLM and DINOv2-small have 5.
+# The share of a target that attention moves, to first order, up to which a warning says so: rounding in single
+# precision, as where an untrained LayerNorm keeps the norm of the output the same.
 UNMOVED = 1e-5
 
 Progress = Callable[[int, int], object]
@@ -99,15 +99,15 @@ def explain(
     carrying: Any = {name: value for name, value in settings.items() if name not in capturing}
     capturing |= kept_for(names, carrying.get("residual")) | entered_for(names, capturing)
     carrying |= {"receptive_field": receptive_field, "progress": progress}
+    if settings.get("rules") is not None and not any(name in METHODS and is_targeted(name) for name in names):
+        raise ValueError(f"rules have no part in {', '.join(names)}: they say how gradients of attention are taken")
     if carrying.get("layer") is not None and any(map(_by_rules, names)):
-        if len(names) > 1 or not isinstance(method, str):
-            raise ValueError(f"layer={carrying['layer']!r} with {', '.join(names)}: give one set of rules at a time")
+        if not isinstance(method, str):
+            raise ValueError(f"layer={carrying['layer']!r} goes with one set of rules, by its name alone, not a list")
         rules = LRP if method == "lrp" else method
         capturing |= {"rules": rules, "keep": "relevance"}
         trace, _ = captured(model, inputs, names, target, capturing)
         return relevance(trace, edges="entering-relevance", carry="received", **carrying)
-    if settings.get("rules") is not None and not any(name in METHODS and is_targeted(name) for name in names):
-        raise ValueError(f"rules have no part in {', '.join(names)}: they say how gradients of attention are taken")
     check_settings(names, carrying)
     trace, target = captured(model, inputs, names, target, capturing)
     answers = {name: answer(name, trace, model, inputs, target, settings.get("tokenizer"), carrying) for name in names}

@@ -118,7 +118,7 @@ def text(
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """
     _check_generate(generate)
-    _check_knockout(knockout, generate)
+    _check_knockout(knockout, generate, options)
     _check_similar(similar_to, pooling, generate, options)
     content = text if text not in (None, "-") else _standard_input()
     if not content.strip():
@@ -233,13 +233,22 @@ def _check_generate(generate: int | None) -> None:
         raise ValueError(f"--generate takes a number of tokens from 1 on; it is {generate}")
 
 
-def _check_knockout(knockout: int | None, generate: int | None) -> None:
-    if knockout is not None and (knockout < 1 or generate is not None):
-        raise ValueError(
-            f"--knockout takes a number of edges from 1 on; it is {knockout}"
-            if knockout < 1
-            else "--knockout explains one target, and --generate writes several tokens: leave one out"
-        )
+def _check_knockout(knockout: int | None, generate: int | None, options: Options) -> None:
+    """Refuse what does not go together with taking edges out: they are those of the methods without any settings."""
+    if knockout is None:
+        return
+    if knockout < 1:
+        raise ValueError(f"--knockout takes a number of edges from 1 on; it is {knockout}")
+    if generate is not None:
+        raise ValueError("--knockout explains one target, and --generate writes several tokens: leave one out")
+    plain = Options()
+    settings = ("query", "layer", "start_layer", "head", "head_fusion", "residual", "receptive_field", "rules")
+    for name in settings:
+        if getattr(options, name) != getattr(plain, name):
+            raise ValueError(
+                f"--knockout takes out the edges of methods as they are from the read-out: leave "
+                f"--{name.replace('_', '-')} out, or --knockout"
+            )
 
 
 def _check_similar(similar_to: str | None, pooling: Pooling | None, generate: int | None, options: Options) -> None:

@@ -31,10 +31,10 @@ def run(
     text: str | None = None,
     label: str | None = None,
     query: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
-    layer: Annotated[Integer, Parameter(allow_leading_hyphen=True)] = -1,
+    layer: Annotated[Integer | None, Parameter(allow_leading_hyphen=True)] = None,
     start_layer: Integer | None = None,
     head: Integer | None = None,
-    head_fusion: Literal["mean", "max", "min"] = "mean",
+    head_fusion: Literal["mean", "max", "min"] | None = None,
     residual: float | Literal["add", "measured"] | None = None,
     receptive_field: Annotated[bool, Parameter(negative=())] = False,
     top: Integer | None = None,
@@ -81,13 +81,13 @@ def run(
         The output position to explain: a position, a token such as [CLS], or "all" for the mean over all. By default
         the one that the output is read from.
     layer
-        The layer whose output is explained.
+        The layer whose output is explained; by default the top one.
     start_layer
         The lowest layer taken in.
     head
         One head of the explained layer instead of the fusion of all.
     head_fusion
-        How heads become one matrix.
+        How heads become one matrix; by default their mean.
     residual
         What a position keeps of itself in each layer: a weight of the identity, "add" for the whole identity beside the
         edges, or "measured" of the model; by default what the method asks for.
@@ -128,7 +128,8 @@ def run(
         from attnflow.running.engine import run as explain_all
 
     own = _part(part)
-    given = {"start_layer": start_layer, "head": head, "residual": residual, "query": query and _position(query)}
+    given = {"layer": layer, "start_layer": start_layer, "head": head, "head_fusion": head_fusion}
+    given |= {"residual": residual, "query": query and _position(query)}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     with stages(quiet=quiet) as bar:
         found = explain_all(
@@ -153,8 +154,6 @@ def run(
             receptive_field=receptive_field,
             progress=_with_rate(bar),
             note=lambda message: note(message, quiet=quiet),
-            layer=layer,
-            head_fusion=head_fusion,
             **settings,
         )
     summary = found.summary()

@@ -164,6 +164,8 @@ class Evaluation:
             from attnflow.reporting import report_evaluation
 
             return report_evaluation(self, Path(path))
+        if Path(path).suffix.lower() != ".parquet":
+            raise ValueError(f"cannot write {named(path)}: the suffix must be .parquet, or .html for a page")
         import pyarrow as pa
         from pyarrow import parquet
 

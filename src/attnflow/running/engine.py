@@ -14,7 +14,7 @@ import torch
 
 from attnflow.capturing import huggingface, vision
 from attnflow.capturing.models import load_model
-from attnflow.explaining import check_methods, is_targeted
+from attnflow.explaining import check_methods, check_settings, is_targeted
 from attnflow.faithfulness.run import versions_of, weights_digest, whole_number
 from attnflow.files import named
 from attnflow.graph import Settings
@@ -92,6 +92,7 @@ def run(
     """
     methods = tuple(dict.fromkeys([method] if isinstance(method, str) else method))
     check_methods(methods, target)  # pyright: ignore[reportArgumentType]
+    check_settings(methods, {**settings, "receptive_field": receptive_field})
     plan = Plan(
         methods=methods,
         target=_target(target),
