@@ -1,11 +1,14 @@
 """Fixtures: the real models that install as packages, and the folders of real data."""
 
 import os
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+
+from attnflow import cli
 
 SENTENCE = "The keys to the cabinet are on the table."
 
@@ -70,3 +73,19 @@ def stories(data):
     from attnflow.studies import stories
 
     return stories.load(data / "stories260k")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run the command line in this process: (exit code, standard output, standard error)."""
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attnflow", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+
+    return command

@@ -641,3 +641,13 @@ if __name__ == "__main__":
     from pathlib import Path
 
     (Path(__file__).parents[1] / "docs" / "families.md").write_text(coverage())
+
+
+def harder(model):
+    """The model in double precision, with biases and scales that count."""
+    torch.manual_seed(0)
+    model = model.double()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model

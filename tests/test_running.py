@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from PIL import Image
 from pyarrow import parquet
 
 import attnflow
-from attnflow import cli, explain
+from attnflow import explain
 from attnflow.running import processes, sources
 from attnflow.running.results import Failed
 from classifiers import small_bert, small_vit, tokenizer
@@ -524,17 +525,8 @@ attnflow.run({str(saved)!r}, short + long, {str(folder)!r}, shard_size=2, query=
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["attnflow", "run", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-
-    return command
+def command(command):
+    return partial(command, "run")
 
 
 def test_the_command_line(command, saved, tmp_path):

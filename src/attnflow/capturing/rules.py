@@ -447,10 +447,6 @@ def _divided(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     return func(one, two.detach(), *args[2:], **{k: v for k, v in kwargs.items() if k != "other"})
 
 
-def _length(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
 def _normalize(rules: Rules, func: Any, args: Any, kwargs: Any) -> Any:
     """A vector divided by its length, which is a constant."""
     given = dict(inspect.signature(F.normalize).bind(*args, **kwargs).arguments)
@@ -571,8 +567,6 @@ _DIVISORS = {
     torch.rsqrt, torch.Tensor.rsqrt, torch.sqrt, torch.Tensor.sqrt, torch.std, torch.Tensor.std, torch.var,
     torch.Tensor.var, torch.reciprocal, torch.Tensor.reciprocal, torch.std_mean, torch.var_mean,
 }  # fmt: skip
-# A Euclidean norm is its own linear map, x times x / |x|; where something is divided by it, it is a constant.
-_NORMS = {torch.norm, torch.Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm}
 _SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax}
 _DIVISIONS = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.true_divide, torch.Tensor.div_}
 
@@ -586,7 +580,6 @@ _RULES: dict[Any, Callable[[Rules, Any, Any, Any], Any]] = {
     **dict.fromkeys(_ADDED_TO, _bilinear),
     **dict.fromkeys(_SOFTMAXES, _softmax),
     **dict.fromkeys(_DIVISIONS, _divided),
-    **dict.fromkeys(_NORMS, _length),
     F.normalize: _normalize,
     F.cosine_similarity: _cosine,
     torch.cosine_similarity: _cosine,
@@ -609,7 +602,8 @@ _RULES: dict[Any, Callable[[Rules, Any, Any, Any], Any]] = {
 }
 # Modules whose function has its own gradient already, and need not be tried: that costs more than they do.
 _LINEAR_MODULES = (torch.nn.Dropout, torch.nn.Identity)
-# Names of functions that are linear, choose among numbers, or ask about a tensor.
+# Names of functions that are linear, choose among numbers, or ask about a tensor; and of norms, which add up with their
+# own gradient: |x| is x times x / |x|.
 _LINEAR = frozenset(
     """
     view reshape transpose permute contiguous flatten unflatten squeeze unsqueeze expand expand_as repeat chunk split
@@ -622,6 +616,6 @@ _LINEAR = frozenset(
     take_along_dim sum_to_size hsplit vsplit broadcast_to empty_like zeros_like ones_like new_zeros new_empty new_ones
     argmax topk sort max amax eq ne lt gt le ge __eq__ __ne__ __lt__ __gt__ __le__ __ge__ isnan isinf any all
     __setitem__ copy_ cpu cuda real pixel_shuffle pixel_unshuffle embedding get_device element_size nelement data_ptr
-    untyped_storage is_inference is_nonzero __bool__ __hash__ __repr__ __format__
+    norm linalg_norm linalg_vector_norm untyped_storage is_inference is_nonzero __bool__ __hash__ __repr__ __format__
     """.split()  # noqa: SIM905
 )

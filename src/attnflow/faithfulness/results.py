@@ -126,8 +126,8 @@ class Evaluation:
         Raises ValueError for a method that was not measured.
         """
         groups = self._values()
-        means = {key: float(np.nanmean([*found.values(), math.nan])) for key, found in groups.items()
-                 if not all(map(math.isnan, found.values()))}  # fmt: skip
+        known = {key: [value for value in found.values() if not math.isnan(value)] for key, found in groups.items()}
+        means = {key: float(np.mean(values)) for key, values in known.items() if values}
         if than is not None and than not in {method for method, _, _ in groups}:
             raise ValueError(
                 f"{than!r} was not measured; choose one of {', '.join(dict.fromkeys(k[0] for k in groups))}"
