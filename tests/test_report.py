@@ -187,8 +187,6 @@ def test_the_lines_of_python_make_the_scores_again(name, settings, minilm, monke
     trace = attnflow.capture(model, inputs, tokenizer=tokenizer, **target, **kept_for([name]))
     relevance = attnflow.relevance(trace, name if row else None, **settings)
     lines = python_lines(relevance.by_word().without("special"))
-    if target:
-        lines = re.sub(r"target='[^\n]*?'(?=[,)])", "target=target", lines)
     lines = lines.replace("capture(model, inputs", "capture(model, inputs, tokenizer=tokenizer")
     monkeypatch.chdir(tmp_path)
     known = {"model": model, "inputs": inputs, "tokenizer": tokenizer, **target}
@@ -777,3 +775,34 @@ def test_parts_move_with_the_tokens_that_are_left(stories):
     word = merged.recipe["parts"]["written"]
     assert relevance.words is not None
     assert word == len(set(relevance.words[:begun]))
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("lrp", {}),
+        ("integrated-gradients", {"steps": 7, "path_from": 100}),
+        ("hidden-token-attribution", {"query": 2}),
+        ("random", {"seed": 5}),
+    ],
+)
+def test_the_lines_of_a_baseline_make_its_scores_again(method, more):
+    model, words = small_bert(), tokenizer()
+    inputs = dict(words("the keys are here", return_tensors="pt"))
+    first = attnflow.explain(model, inputs, method, **more)
+    given = {"attnflow": attnflow, "model": model, "inputs": inputs}
+    exec(python_lines(first), given)
+    np.testing.assert_array_equal(given["relevance"].scores, first.scores)
+
+
+def test_a_target_that_no_recipe_holds_is_left_to_the_reader(minilm):
+    model, words = minilm
+    target = attnflow.similar_to(model, "Where are my keys?", tokenizer=words, pooling="mean")
+    inputs = dict(words("the keys are here", return_tensors="pt"))
+    for method in ("cp-lrp", "gradient-flow"):
+        first = attnflow.explain(model, inputs, method, target=target)
+        lines = python_lines(first)
+        assert "target: cosine similarity" in lines
+        given = {"attnflow": attnflow, "model": model, "inputs": inputs, "target": target}
+        exec(lines, given)
+        np.testing.assert_allclose(given["relevance"].scores, first.scores, rtol=1e-6)

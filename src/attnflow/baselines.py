@@ -185,8 +185,8 @@ def hidden_token_attribution(
         squares += _per_token(trace, gradient).square().sum(-1)
     sizes = squares.sqrt()
     scores = sizes / sizes.sum().clamp_min(1e-300)
-    answer = _relevance("hidden-token-attribution", scores, trace, {"query": [query % len(trace.tokens)]}, {})
     place = query % len(trace.tokens)
+    answer = _relevance("hidden-token-attribution", scores, trace, {"query": place}, {})
     return replace(answer, queries=(place,), query_tokens=(trace.tokens[place],), rows="query")
 
 

@@ -132,6 +132,7 @@ def python_lines(relevance: Relevance) -> str:
     recipe = relevance.recipe
     method, model, target = _method(relevance), recipe.get("model", {}), recipe.get("target") or {}
     given = {name: value for name, value in recipe.get("settings", {}).items() if value is not None}
+    target = target or {name: given[name] for name in ("target",) if name in given}
     edges, _, carry = method.partition(" by ")
     if given.get("query") == "all":
         del given["query"]
@@ -140,8 +141,14 @@ def python_lines(relevance: Relevance) -> str:
     groups = given.pop("groups", None)
     settings = "".join(f", {name}={value!r}" for name, value in plain(given).items())
     gradient = {name: target[name] for name in ("target", "rules", "at_each_layer") if target.get(name) is not None}
-    asked = "".join(f", {name}={value!r}" for name, value in plain(gradient).items())
-    capture = f"trace = attnflow.capture(model, inputs{asked})  # with its tokenizer, if it has one"
+    words = gradient.get("target")
+    if isinstance(words, str) and words != "predicted":  # of a value or a function, which the recipe cannot hold
+        del gradient["target"]
+        asked, of = ", target=target", f"; target: {visible(words)}"
+    else:
+        asked, of = "", ""
+    asked += "".join(f", {name}={value!r}" for name, value in plain(gradient).items())
+    capture = f"trace = attnflow.capture(model, inputs{asked})  # with its tokenizer, if it has one{of}"
     if groups is not None:
         lines = [capture, f"relevance = attnflow.group_flow(trace, {plain(groups)!r}{settings})"]
     elif method.startswith("flow, "):
@@ -151,7 +158,10 @@ def python_lines(relevance: Relevance) -> str:
     elif "edges" in recipe:
         lines = [capture, f"relevance = attnflow.relevance(trace, {method!r}{settings})"]
     else:
-        lines = [f"relevance = attnflow.explain(model, inputs, {method!r}{asked})  # with its tokenizer, if it has one"]
+        own = {name: value for name, value in given.items() if name not in ("target", "removed")}
+        more = "".join(f", {name}={value!r}" for name, value in plain(own).items())
+        call = f"relevance = attnflow.explain(model, inputs, {method!r}{asked}{more})"
+        lines = [f"{call}  # with its tokenizer, if it has one{of}"]
     if "pieces" in recipe:
         lines.append("relevance = relevance.by_word()")
     if left_out := recipe.get("left_out"):
