@@ -41,6 +41,7 @@ class Bag(torch.nn.Module):
         self.words = torch.nn.Embedding(11, 5)
         self.words.weight.data = torch.randn(11, 5, generator=generator)
         self.head = torch.nn.Linear(5, 3)
+        self.head.weight.data = torch.randn(3, 5, generator=generator)
 
     def forward(self, input_ids):
         return self.head(self.words(input_ids).sum(1))
@@ -342,7 +343,7 @@ def test_hidden_token_attribution_is_the_size_of_the_jacobian(minilm):
     sizes = np.array([np.sqrt((jacobian[:, token] ** 2).sum()) for token in range(jacobian.shape[1])])
     found = hidden_token_attribution(capture(model, inputs), model, inputs, query=2)
     np.testing.assert_allclose(found.row, sizes / sizes.sum(), rtol=1e-4)
-    assert (found.queries, found.rows, found.recipe["settings"]) == ((2,), "query", {"query": [2]})
+    assert (found.queries, found.rows, found.recipe["settings"]) == ((2,), "query", {"query": 2})
     with pytest.raises(ValueError, match="explains one position; query='all' was given"):
         hidden_token_attribution(capture(model, inputs), model, inputs, query="all")
 
