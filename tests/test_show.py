@@ -930,3 +930,10 @@ class TestSaving:
 def test_users_text_settings_do_not_reach_tokens(tmp_path):
     with matplotlib.rc_context({"text.parse_math": True, "svg.fonttype": "path"}):
         assert "$x^2$" in svg_texts(text_relevance().save(tmp_path / "map.svg"))
+
+
+def test_a_sum_over_some_queries_says_which(minilm):
+    model, words = minilm
+    for query, expected in ((None, "of the target"), (2, "of the target, at queries 2 alone")):
+        found = attnflow.explain(model, "the keys are here", "gradient-sum-over-layers", tokenizer=words, query=query)
+        assert wording.query(found) == expected

@@ -22,7 +22,16 @@ from attnflow.memory import check_memory
 from attnflow.show.colour import GROUND, PAPER, SIGNED, Ramp, is_signed, rgb
 from attnflow.show.document import document
 from attnflow.show.listing import examples_of
-from attnflow.show.wording import about, method_and_query, of_layers, saturation, unseen_mixers, visible, why_zero
+from attnflow.show.wording import (
+    about,
+    method_and_query,
+    of_layers,
+    query,
+    saturation,
+    unseen_mixers,
+    visible,
+    why_zero,
+)
 
 SCRIPTS = ("numbers.js", "draw.js", "list.js", "page.js")
 LARGEST = 200_000_000  # bytes of a page; browsers hold no longer text in one piece with ease
@@ -189,6 +198,7 @@ def _answer(relevance: Relevance, example: int) -> dict[str, Any]:
         "example": example,
         "method": visible(_method(relevance)),
         "title": visible(method_and_query(relevance)),
+        "asked": visible(query(relevance)),
         "about": about(relevance),
         "file": relevance.as_dict(with_scores=False),
         "tokens": [visible(token) or "␣" for token in relevance.tokens],

@@ -74,7 +74,9 @@ def unseen_mixers(relevance: Relevance) -> str | None:
 def query(relevance: Relevance) -> str:
     """Which query the scores explain, by its label and position."""
     if relevance.rows == "target":
-        return "of the target"
+        asked = relevance.recipe.get("settings", {}).get("query")
+        own = [asked] if isinstance(asked, int) else asked if isinstance(asked, list) else []
+        return "of the target" + (f", at queries {', '.join(map(str, own))} alone" if own else "")
     if written(relevance):
         many = len(relevance.queries)
         mean = "" if many == 1 or len(relevance.layers) == 1 else "mean over "

@@ -258,8 +258,9 @@ function shortened(label, most = 24) {
 
 /** The query that is shown, in words. */
 function queryWords(answer, queries, query) {
-  if (answer.rows === "target") return "of the target";
+  if (answer.rows === "target") return answer.asked;
   if (answer.rows === "group") return query < 0 ? `mean over ${queries.length} groups` : `from ${shortened(queries[query].label)}`;
+  if (queries.length === 1) query = 0;
   if (query < 0) return `mean over ${queries.length} ${answer.rows === "generated" ? "tokens written" : "queries"}`;
   const kind = answer.rows === "generated" ? "written" : "query";
   return `${kind} ${shortened(queries[query].label)} at ${queries[query].at}`;
