@@ -92,23 +92,28 @@ def knockout(
     layers = seen.layers()
     for own in sets:
         _check(own, layers, how)
-    base, lost, found = float(scores[0]), [seen.lost(own) for own in sets], list[float]()
-    if batch_size == 1 or seen.batch_axis is None or not lost:
-        for own in lost:
-            found.append(base - _scores(seen.run, seen.orders, [own], how, chosen)[0])
-        return Knockout(base, np.array(found), chosen.facts(0)["target"])
-    orders = _seen(*seen.copies(2)[:3]).orders
-    for start in range(0, len(lost), batch_size):
+    base, changes = float(scores[0]), np.zeros(len(sets))
+    # A set without edges is the model as it is, to the last bit: it does not run again.
+    asked = [number for number, own in enumerate(sets) if own]
+    if not asked:
+        return Knockout(base, changes, chosen.facts(0)["target"])
+    alone = batch_size == 1 or seen.batch_axis is None
+    orders = seen.orders if alone else _seen(*seen.copies(2)[:3]).orders
+    for start in range(0, len(asked), 1 if alone else batch_size):
+        some = asked[start : start + (1 if alone else batch_size)]
+        lost = [seen.lost(sets[number]) for number in some]
+        if alone:
+            changes[some] = base - _scores(seen.run, orders, lost, how, chosen)[0]
+            continue
         # The first example of a batch loses nothing, and tells whether the others can be compared with it.
-        some: list[Losses] = [{}, *lost[start : start + batch_size]]
-        first, *others = _scores(seen.copies(len(some)), orders, some, how, chosen)
+        first, *others = _scores(seen.copies(len(some) + 1), orders, [{}, *lost], how, chosen)
         if abs(first - base) > _ROUNDING.get(seen.run.recording.dtype, 1e-3) * max(1.0, abs(base)):
             raise ValueError(
                 f"the score is {base:.6g} of one example, and {first:.6g} of the same in a batch: what the model does "
                 "hangs on the other examples; give batch_size=1"
             )
-        found += [first - other for other in others]
-    return Knockout(base, np.array(found), chosen.facts(0)["target"])
+        changes[some] = first - np.array(others)
+    return Knockout(base, changes, chosen.facts(0)["target"])
 
 
 @dataclass(frozen=True, eq=False)
