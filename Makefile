@@ -18,8 +18,8 @@ demo: $(VENV)/demo
 	$(BIN)/attnflow text "The keys to the cabinet are on the table." --similar-to "Where did I leave my keys?" \
 		--method lrp,raw,rollout,flow -o out/keys.png -o out/keys.html
 
-# WORKERS=2: as many processes at once (pytest-xdist); 0 is this process alone.
-WORKERS ?= 0
+# Processes at once (pytest-xdist), each of which wants 4 GB; 0 is this process alone.
+WORKERS ?= 2
 
 test: check
 	$(BIN)/pytest -n $(WORKERS) -m "not long"

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # threads of several processes would wait for cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 import pytest
 

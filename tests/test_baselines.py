@@ -331,6 +331,7 @@ def test_text_beside_an_image_is_refused():
         gradient_norm(capture(model, one), model, one, target=size)
 
 
+@pytest.mark.long
 def test_hidden_token_attribution_is_the_size_of_the_jacobian(minilm):
     model, words = minilm
     inputs = dict(words("Keys are here.", return_tensors="pt"))

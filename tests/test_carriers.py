@@ -144,6 +144,7 @@ def test_update_rules_refuse_edges_below_zero(minilm_trace):
         relevance(minilm_trace, edges="signed-gradient-x-attention", carry="update-rules")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WITHOUT_BLOCK)
 @pytest.mark.parametrize("model", ["t5", "lxmert"])
 def test_every_method_on_two_streams(model, name):

@@ -82,6 +82,7 @@ def shown(cell):
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_notebooks_print_what_they_show(path, data, monkeypatch):
     """The words are the same, and numbers but for their last digits, in which machines differ."""

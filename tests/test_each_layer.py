@@ -80,6 +80,7 @@ def first_numbers(output):
     return found.flatten(1)[:, ::3].sum(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_has_it_or_says_why_not(name):
     """In the last layer it is the gradient of the final score; the model is left as it was."""

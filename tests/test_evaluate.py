@@ -360,6 +360,7 @@ def stopped_after(examples, output):
     return process, partial
 
 
+@pytest.mark.long
 def test_a_run_keeps_others_away_and_killed_goes_on_where_it_stopped(bert, words, tmp_path, monkeypatch):
     output = tmp_path / "result.parquet"
     process, partial = stopped_after(5, output)

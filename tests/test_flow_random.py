@@ -6,7 +6,10 @@ import pytest
 import fuzz_flow
 
 
-@pytest.mark.parametrize("start", range(0, 10_000, 1000))
+LATER = [pytest.param(start, marks=pytest.mark.long) for start in range(2000, 10_000, 1000)]
+
+
+@pytest.mark.parametrize("start", [0, 1000, *LATER])
 def test_random_problems(start):
     for seed in range(start, start + 1000):
         rng = np.random.default_rng(seed)

@@ -38,6 +38,7 @@ def values(evaluation, method, layer):
     return [row.value for row in evaluation.rows if row[1:3] == (method, layer)]
 
 
+@pytest.mark.long
 def test_modules_are_randomised_from_the_head_to_the_embeddings(steps, classifier, examples):
     assert list(steps) == ["head", *reversed(LAYERS), "embeddings"]
     model, tokenizer = classifier
@@ -52,6 +53,7 @@ def test_modules_are_randomised_from_the_head_to_the_embeddings(steps, classifie
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.long
 def test_raw_attention_changes_when_its_own_layer_is_randomised(steps):
     for step, evaluation in steps.items():
         lowest = LAYERS.index(step) if step in LAYERS else 6 if step == "head" else 0
@@ -63,6 +65,7 @@ def test_raw_attention_changes_when_its_own_layer_is_randomised(steps):
                 assert max(found) < 0.999, (step, layer)
 
 
+@pytest.mark.long
 def test_the_last_step_is_the_model_that_forgot_all(steps, classifier, examples):
     model, tokenizer = classifier
     whole = evaluate(model, examples, tokenizer=tokenizer, metrics=["randomised-weights"], **SETTINGS)
@@ -73,6 +76,7 @@ def test_the_last_step_is_the_model_that_forgot_all(steps, classifier, examples)
     assert len({step.recipe["shuffled"] for step in steps.values()}) == 8
 
 
+@pytest.mark.long
 def test_the_gradient_forgets_with_the_head_alone(steps):
     gradient = [row.value for row in steps["head"].rows if row.method == "gradient-norm"]
     assert max(gradient) < 0.999

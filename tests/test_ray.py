@@ -43,6 +43,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.long
 def test_an_actor_that_is_killed_loses_nothing(tmp_path):
     for part in (small_bert(), tokenizer()):
         part.save_pretrained(tmp_path / "model")

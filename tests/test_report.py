@@ -713,6 +713,7 @@ def faults(browser):
 
 
 @in_chromium
+@pytest.mark.long
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("name", ["text", "image", "hostile", "several", "evaluation"])
 def test_axe_finds_no_serious_fault(browser, faults, pages, name, dark):

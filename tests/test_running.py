@@ -281,6 +281,7 @@ def test_the_summary_is_that_of_the_answers(tmp_path, minilm):
     assert said[0].startswith("4 examples to explain, about ")
 
 
+@pytest.mark.long
 def test_two_workers_write_what_one_does(tmp_path, saved):
     settings = {"method": ["rollout", "gradient-rollout"], "shard_size": 3, "shuffle": 1}
     if processes.cores() < 2:
@@ -321,6 +322,7 @@ def test_parts_write_together_what_one_run_does(tmp_path, bert):
         attnflow.run(bert, TEXTS, folder, part=(3, 3), **settings)
 
 
+@pytest.mark.long
 def test_torchrun_gives_each_process_its_part(tmp_path, saved):
     file = tmp_path / "texts.txt"
     file.write_text("\n".join(TEXTS))
@@ -481,6 +483,7 @@ def test_a_killed_run_loses_no_shard_and_repeats_none(tmp_path, saved):
     assert not list(folder.glob(".attnflow-*"))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux which processes run")
 @pytest.mark.skipif(processes.cores() < 2, reason="two workers need two cores")
 def test_workers_end_with_the_run_that_started_them(tmp_path, saved):
@@ -507,6 +510,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, saved, workers):
     assert found == list(range(8)) if workers == 1 else set(found) <= set(range(8))
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_what_was_written(tmp_path, saved):
     """The system refuses files of more than 20,000 bytes: the second shard is larger."""
     folder = tmp_path / "run"

@@ -52,6 +52,7 @@ def test_help_says_where_the_data_are_published(name, monkeypatch, capsys):
     assert "https://" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_segmentation(study, data):
     record = study(data, "segmentation")
     auc = {one.method: one.mean for one in record.standings if one.task == "pixel-auc, from [CLS]"}
@@ -61,6 +62,7 @@ def test_segmentation(study, data):
     assert len(record.data) == 4
 
 
+@pytest.mark.long
 def test_sst2(study, data):
     record = study(data, "sst2")
     assert record.tables["accuracy"] > 0.7
@@ -73,6 +75,7 @@ def test_sst2(study, data):
     assert table["flow"]["0"]["mean"] == table["rollout"]["0"]["mean"]
 
 
+@pytest.mark.long
 def test_retinopathy(study, data, tmp_path):
     record = study(data, "retinopathy", data / "fundus_dr")
     quality = record.tables["probe"]
@@ -146,6 +149,7 @@ def test_names_on_the_page_stay_text(tmp_path, shipped):
     assert re.findall(r"https?://[^\s\"']+", text) == ["http://www.w3.org/2000/svg"]
 
 
+@pytest.mark.long
 def test_pronouns(study, data, tmp_path):
     record = study(data, "pronouns")
     assert record.settings["kind"] == "causal"

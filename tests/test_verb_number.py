@@ -121,6 +121,7 @@ def test_without_cls_raw_rollout_and_flow_rank_the_words_alike_at_layer_1(measur
         assert np.argsort(rollout[:-1]).tolist() == np.argsort(raw[:-1]).tolist()
 
 
+@pytest.mark.long
 def test_the_command_writes_everything(data, tmp_path, monkeypatch, capsys):
     checkpoints = tmp_path / "checkpoints"
     arguments = ["study", "verb-number", "--data", data, "-o", tmp_path, "--checkpoints", checkpoints, "--small"]
