@@ -5,7 +5,6 @@ import pytest
 
 import fuzz_flow
 
-
 LATER = [pytest.param(start, marks=pytest.mark.long) for start in range(2000, 10_000, 1000)]
 
 
