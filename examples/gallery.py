@@ -135,7 +135,7 @@ def make_pages(folder: Path, data: Path) -> Iterator[str]:
         return
     classifier, tokenizer = sst2.classifier(data / "adapters" / sst2.ADAPTER)
     examples = loading.texts(data / "sst2" / "dev.tsv")[:12]
-    metrics = ["comprehensiveness", "deletion"]
+    metrics = ["comprehensiveness", "deletion", "insertion"]
     evaluation = attnflow.evaluate(classifier, examples, methods=METHODS, metrics=metrics, tokenizer=tokenizer)
     evaluation.save(folder / "evaluation.html")
     yield "evaluation"

@@ -150,8 +150,9 @@ def test_image_takes_local_models(run, tmp_path, shipped):
         assert (code, err) == (0, ""), err
         assert json.loads(out)["grid"] == grid
     options = ["--model", tmp_path / "timm", "--limit", 2, "--methods", "raw", "--metrics", "deletion"]
-    code, out, err = run("evaluate", shipped / "images", *options, "--json")
+    code, out, err = run("evaluate", shipped / "images", *options, "--json", "-q", "-o", tmp_path / "page.html")
     assert (code, err) == (0, ""), err
+    assert "most relevant first" in (tmp_path / "page.html").read_text()
     assert {one["n"] for one in json.loads(out)["summary"]} == {2}
     arguments["num_classes"] = 5  # and weights for 3
     (tmp_path / "timm/config.json").write_text(json.dumps(config))
@@ -249,6 +250,7 @@ ERRORS = {
     "method before model": (["text", "Hi", "--model", "absent", "--method", "magic"], "method 'magic' is unknown"),
     "metric before model": (["evaluate", text_file, "--model", "absent", "--metrics", "magic"], "metric 'magic' is"),
     "no metrics": (["evaluate", text_file, "--model", "absent", "--metrics", ""], "metric '' is unknown"),
+    "two pages": (["evaluate", text_file, "--model", "absent", "-o", "a.html", "--page", "b.html"], "both name a page"),
     "method of data": (["evaluate", text_file, "--model", "absent", "--methods", "raw,magic"], "method 'magic' is"),
     "target": (["evaluate", text_file, "--model", "absent", "--target", "-1"], "--target takes an index from 0"),
     "against what": (

@@ -478,6 +478,33 @@ def test_numbers_of_numpy_and_torch_are_settings(bert, words, tmp_path):
     assert Evaluation.load(tmp_path / "a.parquet").summary() == evaluation.summary()
 
 
+def test_the_area_of_a_mean_curve_is_the_mean_of_the_areas(bert, words, tmp_path):
+    settings = {"tokenizer": words, "methods": ["rollout"], "metrics": ["deletion", "insertion", "aopc"]}
+    evaluation = evaluate(bert, [*TEXTS, ("keys " * 40, 0)], **settings, output=tmp_path / "a.parquet")
+    means = {(one.method, one.metric): one.mean for one in evaluation.summary() if one.metric != "aopc"}
+    for found in (evaluation, Evaluation.load(tmp_path / "a.parquet")):
+        areas = {(one.method, one.metric): one.area for one in found.curves()}
+        assert areas == pytest.approx(means, abs=1e-12)
+    curve = evaluation.curves()[0]
+    assert (curve.low <= curve.mean).all()
+    assert (curve.mean <= curve.high).all()
+    assert (curve.shares[0], curve.shares[-1]) == (0, 1)
+
+
+def test_a_file_of_areas_alone_is_read(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    Evaluation((Row(0, "raw", 1, "deletion", 0.5),), (), {"seed": 0}).save(path)
+    header = {"attnflow": '{"format": "attnflow-evaluation-1", "recipe": {"seed": 0}}'}
+    columns = parquet.read_table(path).select(["example", "method", "layer", "metric", "value", "error"])
+    parquet.write_table(pa.table(columns).replace_schema_metadata(header), path)
+    again = Evaluation.load(path)
+    assert again.summary()[0].mean == 0.5
+    assert again.curves() == []
+
+
 def spoilt(path, change, metadata=None):
     """An evaluation of one row with something else in it."""
     import pyarrow as pa
@@ -502,6 +529,8 @@ def spoilt(path, change, metadata=None):
         ({"example": [-1]}, None),
         ({"example": [None]}, None),
         ({"layer": [-2]}, None),
+        ({"curve": [[1.0, 0.0]]}, None),
+        ({"curve_tokens": [3], "curve": [[1.0, 0.2]]}, None),  # whose area is no 0.5
         ({}, "[]"),
         ({}, "{}"),
         ({}, '{"format": "attnflow-evaluation-1"}'),

@@ -20,11 +20,12 @@ import pytest
 import attnflow
 from attnflow.answer import Relevance
 from attnflow.methods import kept_for
+from attnflow.reporting import draw_curves
 from attnflow.show import colour, plots, wording
 from attnflow.show.document import in_script
 from attnflow.show.listing import disagreement, examples_of
 from attnflow.show.report import GRAPH_EDGES, SCRIPTS, Start, command_of, pack, page, python_lines
-from classifiers import small_bert, tokenizer
+from classifiers import small_bert, sst2, sst2_examples, tokenizer
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>",
@@ -683,6 +684,54 @@ def test_the_page_of_an_evaluation_says_what_its_summary_does(evaluation, tmp_pa
         "comprehensiveness": "up",
     }
     assert sum("has the best mean" in sentence for sentence in held["words"]) == 2
+
+
+@pytest.fixture(scope="module")
+def curved(data):
+    """Deletion and insertion on SST-2, of a real classifier."""
+    model, words = sst2(data)
+    metrics = ["deletion", "insertion", "comprehensiveness"]
+    return attnflow.evaluate(model, sst2_examples(data, 4), tokenizer=words, methods=["rollout"], metrics=metrics)
+
+
+def test_the_area_that_is_printed_is_that_of_the_curve_that_is_drawn(curved, tmp_path):
+    held = data_of(curved.save(tmp_path / "page.html").read_text())
+    charts = {chart["name"]: chart for chart in held["charts"]}
+    assert charts["comprehensiveness"]["lines"] == []
+    for name in ("deletion", "insertion"):
+        printed = {one["label"]: one["mean"] for one in charts[name]["intervals"]}
+        drawn = {one["label"]: np.trapezoid(one["mean"], one["shares"]) for one in charts[name]["lines"]}
+        assert drawn.keys() == printed.keys() == {"rollout, layer 5", "random", "gradient-norm"}
+        assert [drawn[label] for label in printed] == pytest.approx([*printed.values()], abs=1e-6)
+    lengths = {row.curve.tokens for row in curved.rows if row.curve is not None}
+    assert len(lengths) > 1  # curves of other steps have been averaged
+
+
+@pytest.mark.parametrize("metric", ["deletion", "insertion"])
+def test_a_picture_of_curves_draws_their_areas(curved, metric):
+    axes = draw_curves(curved, metric)
+    means = {one.method: one.mean for one in curved.summary() if one.metric == metric}
+    assert len(axes.lines) == len(means) == 3
+    for line, mean in zip(axes.lines, means.values(), strict=True):
+        assert np.trapezoid(line.get_ydata(), line.get_xdata()) == pytest.approx(mean, abs=1e-12)
+        assert line.get_label().endswith(f"({mean:.3f})")
+    assert draw_curves(curved, metric, ax=axes) is axes
+    with pytest.raises(ValueError, match="holds no curve of 'comprehensiveness'; it has those of deletion, insertion"):
+        draw_curves(curved, "comprehensiveness")
+
+
+@in_chromium
+def test_the_page_draws_a_method_beside_random_scores_and_the_gradient(browser, curved, tmp_path):
+    browser.open(curved.save(tmp_path / "page.html"))
+    panels = "[...document.querySelectorAll('#panel .figures svg')]"
+    said = browser.ask(f"{panels}.map((one) => [...one.querySelectorAll('text')].map((text) => text.textContent))")
+    means = {(one.metric, one.method): one.mean for one in curved.summary()}
+    assert len(said) == 2
+    for metric, texts in zip(("deletion", "insertion"), said, strict=True):
+        assert f"rollout, layer 5: {means[metric, 'rollout']:.3f}" in texts
+        assert f"random: {means[metric, 'random']:.3f}" in texts
+        assert f"gradient-norm: {means[metric, 'gradient-norm']:.3f}" in texts
+    assert browser.complaints == []
 
 
 @in_chromium

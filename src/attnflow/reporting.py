@@ -11,14 +11,14 @@ import numpy as np
 
 from attnflow.answer import PAGES, Relevance
 from attnflow.edges import EDGES
-from attnflow.faithfulness.results import Difference, Evaluation, Summary
+from attnflow.faithfulness.results import Difference, Evaluation, MeanCurve, Summary
 from attnflow.faithfulness.run import ALWAYS
 from attnflow.graph import attention_graph
 from attnflow.methods import METHODS, Method
 from attnflow.routes import min_cut, paths
 from attnflow.run_page import save_run_page
 from attnflow.running.results import Run
-from attnflow.show.listing import Chart, Interval, save_list
+from attnflow.show.listing import Chart, Interval, Line, save_list
 from attnflow.show.report import Graph, Start, save_page
 from attnflow.trace import Trace
 
@@ -173,7 +173,7 @@ def _routes(trace: Trace, chosen: _Choice, query: int, layers: Sequence[Any], lo
 
 
 def report_evaluation(evaluation: Evaluation, path: Path) -> Path:
-    """Write what `Evaluation.summary` and `Evaluation.differences` say as one page of HTML.
+    """Write what `Evaluation.summary`, `.curves` and `.differences` say as one page of HTML.
 
     Random scores and the gradient's norm are set apart, with a line through all others. Raises ValueError for an
     evaluation without values.
@@ -181,12 +181,15 @@ def report_evaluation(evaluation: Evaluation, path: Path) -> Path:
     summary = evaluation.summary()
     if not summary:
         raise ValueError("this evaluation holds no value, so there is nothing to draw; its failures say why")
+    curves = evaluation.curves()
     charts = [
         Chart(
             metric,
             "up" if block[0].direction == "up" else "down",
             [Interval(_label(one), one.mean, one.low, one.high, one.n, one.undefined) for one in block],
             ALWAYS,
+            [_line(one) for one in curves if one.metric == metric],
+            _across(metric),
         )
         for metric in dict.fromkeys(one.metric for one in summary)
         for block in [[one for one in summary if one.metric == metric]]
@@ -194,7 +197,40 @@ def report_evaluation(evaluation: Evaluation, path: Path) -> Path:
     return save_list(path, "How faithful the methods are", charts=charts, words=[*_words(evaluation)])
 
 
-def _label(one: Summary | Difference) -> str:
+def draw_curves(evaluation: Evaluation, metric: str = "deletion", *, ax: Any = None) -> Any:
+    """Draw the mean curves of one metric of all methods, with their intervals, as matplotlib's axes, and return these.
+
+    metric: one that is the area of a curve, such as "deletion" or "insertion"; the legend says the areas. Random scores
+    and the gradient's norm are grey. ax: axes to draw on; by default those of a new figure.
+
+    Raises ValueError where the evaluation holds no curve of the metric.
+    """
+    from attnflow.show.curves import curves
+
+    found = [one for one in evaluation.curves() if one.metric == metric]
+    if not found:
+        known = dict.fromkeys(one.metric for one in evaluation.curves())
+        raise ValueError(
+            f"this evaluation holds no curve of {metric!r}; it has those of {', '.join(known) or 'no metric'}: measure "
+            "it again with a metric that is the area of a curve, such as deletion"
+        )
+    return curves([_line(one) for one in found], _across(metric), marks=ALWAYS, ax=ax)
+
+
+def _line(one: MeanCurve) -> Line:
+    return Line(_label(one), one.shares, one.mean, one.low, one.high)
+
+
+def _across(metric: str) -> str:
+    """What the shares of a metric's curve are of."""
+    return {
+        "deletion": "tokens removed, the most relevant first",
+        "least-first-deletion": "tokens removed, the least relevant first",
+        "insertion": "tokens shown, the most relevant first",
+    }.get(metric, "")
+
+
+def _label(one: Summary | Difference | MeanCurve) -> str:
     return one.method if one.layer is None else f"{one.method}, layer {one.layer}"
 
 
@@ -204,6 +240,8 @@ def _words(evaluation: Evaluation) -> Iterator[str]:
     model = recipe.get("model", {}).get("class", "the model")
     yield f"{model} on {examples} examples, target {recipe.get('target')}; dots are means, lines 95 % intervals."
     yield f"Set apart, with a line through all: {' and '.join(ALWAYS)}. A method that does not beat both finds little."
+    if any(row.curve is not None for row in evaluation.rows):
+        yield "Curves are means over examples of the score that tests watch, bands their 95 % intervals at each share."
     if evaluation.failures:
         yield f"{len(evaluation.failures)} failures are left out; the first: {evaluation.failures[0].error}"
     differences = evaluation.differences()

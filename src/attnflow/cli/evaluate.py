@@ -86,8 +86,9 @@ def evaluate(
         Take the first examples only.
     output
         Write every value to a new .parquet file. A run that was killed goes on where it stopped if it is called again.
+        Or write a page (.html), as --page does.
     page
-        Write a page of the summary (.html): a chart of the methods for each metric.
+        Write a page of the summary (.html): a chart of the methods for each metric, with deletion and insertion curves.
     batch_size
         Cases in one forward pass.
     seed
@@ -110,6 +111,10 @@ def evaluate(
         from attnflow.faithfulness.run import check_names, check_output, evaluate
         from attnflow.running import sources
 
+        if output is not None and output.suffix.lower() in PAGES:
+            if page is not None:
+                raise ValueError("-o and --page both name a page; give -o a .parquet file, or leave one of them out")
+            output, page = None, output
         chosen, measured = check_names(names(methods), None if metrics is None else names(metrics))
         what = wanted_target(target, against)
         check_model(model)

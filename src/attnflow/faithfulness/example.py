@@ -18,7 +18,7 @@ from attnflow.baselines import BASELINES
 from attnflow.capturing import capture, huggingface
 from attnflow.capturing.target import Asked, Classes, asked, resolved
 from attnflow.faithfulness.journal import Entry
-from attnflow.faithfulness.metrics import METRICS, ScoreFunction, blank_out
+from attnflow.faithfulness.metrics import METRICS, Curve, ScoreFunction, blank_out
 from attnflow.faithfulness.results import Failure, Row
 from attnflow.faithfulness.score import Score, image_score, remembered, text_score
 from attnflow.methods import METHODS, kept_for, read_out
@@ -99,6 +99,11 @@ class Example:
             raise ValueError(f"{metric} needs images with masks: give data as (pixels, label, mask)")
         return row.function(np.abs(removable).reshape(self.trace.grid), self.mask)
 
+    def curve(self, metric: str, scores: NDArray[np.float64]) -> Curve | None:
+        """The curve whose area a metric of scores (token,) over the whole input is, if it is one."""
+        row = METRICS[metric]
+        return None if row.curve is None else row.curve(scores[list(self.positions)], self.scores[metric])
+
     def _marks(self, metric: str) -> NDArray[np.bool_]:
         """Which of the tokens that may be removed are marked."""
         tokens = len(self.trace.tokens)
@@ -146,8 +151,11 @@ def measure(model: torch.nn.Module, shuffled: torch.nn.Module | None, number: in
             randomised = forgetful.relevance(method).every_layer.mean(axis=1) if forgetful else by_layer
             for layer, scores, other in zip(relevance.layers, by_layer, randomised, strict=True):
                 others = {"gradient": reference, "randomised": other}
-                values = [(metric, example.value(metric, scores, others)) for metric in plan.asked_of(method)]
-                rows += [Row(number, method, None if method in BASELINES else layer, *value) for value in values]
+                key = number, method, None if method in BASELINES else layer
+                rows += [
+                    Row(*key, metric, example.value(metric, scores, others), example.curve(metric, scores))
+                    for metric in plan.asked_of(method)
+                ]
         except ImportError:
             raise
         except Exception as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from attnflow.faithfulness.metrics import Curve
 from attnflow.faithfulness.results import Failure, Row, check_rows
 from attnflow.files import destination, locked, named, to_json
 
@@ -28,7 +29,7 @@ class Entry:
 
     def line(self) -> str:
         """The entry as one line of JSON, undefined values as null."""
-        rows = [[*row[1:4], None if math.isnan(row.value) else row.value] for row in self.rows]
+        rows = [[*row[1:4], None if math.isnan(row.value) else row.value, row.curve] for row in self.rows]
         failures = [failure[1:] for failure in self.failures]
         content = {"example": self.example, "digest": self.digest, "rows": rows, "failures": failures}
         return to_json(content) + "\n"
@@ -39,8 +40,8 @@ class Entry:
         content = json.loads(line)
         number = content["example"]
         rows = (
-            Row(number, method, layer, metric, math.nan if value is None else value)
-            for method, layer, metric, value in content["rows"]
+            Row(number, method, layer, metric, math.nan if value is None else value, curve and _curve(*curve))
+            for method, layer, metric, value, curve in content["rows"]
         )
         failures = (Failure(number, *failure) for failure in content["failures"])
         entry = cls(number, content["digest"], tuple(rows), tuple(failures))
@@ -126,6 +127,10 @@ class Journal:
                 f"{named(self.path)} is of an unfinished run with other settings: {name} was {earlier.get(name)!r} and "
                 f"is now {recipe[name]!r}; give the same settings to go on with it, or delete the file to begin again"
             )
+
+
+def _curve(tokens: int, scores: list[float]) -> Curve:
+    return Curve(tokens, tuple(scores))
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:

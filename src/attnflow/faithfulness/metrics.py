@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,26 @@ Rank: TypeAlias = Literal["spearman", "kendall"]
 
 ERASER_SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)
 TENTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+class Curve(NamedTuple):
+    """The score as tokens are removed or shown, in even steps.
+
+    tokens: how many there are. scores (step,): with none of them removed or shown, ..., with all of them.
+    """
+
+    tokens: int
+    scores: tuple[float, ...]
+
+    @property
+    def shares(self) -> Floats:
+        """The share of the tokens that is removed or shown at each step, from 0 to 1."""
+        return _steps(self.tokens, len(self.scores) - 1) / self.tokens
+
+    @property
+    def area(self) -> float:
+        """The area under the curve, by the trapezoidal rule."""
+        return float(trapezoid(self.scores, self.shares))
 
 
 def correlation(relevance: Floats, other: Floats, rank: Rank = "spearman") -> float:
@@ -122,12 +142,22 @@ def deletion(relevance: Floats, score: ScoreFunction, steps: int = 32) -> float:
 
     Petsiuk et al. 2018 (RISE), by tokens instead of pixels, at most `steps` of them even steps.
     """
-    return _area(lambda counts: first_removed(relevance, counts), relevance, score, steps)
+    return _area(deletion_curve(relevance, score, steps))
+
+
+def deletion_curve(relevance: Floats, score: ScoreFunction, steps: int = 32) -> Curve | None:
+    """The curve whose area `deletion` is; None where all tokens are alike."""
+    return _by_steps(lambda counts: first_removed(relevance, counts), relevance, score, steps)
 
 
 def least_first_deletion(relevance: Floats, score: ScoreFunction, steps: int = 32) -> float:
     """`deletion` with the least relevant tokens first."""
-    return deletion(-relevance, score, steps)
+    return _area(least_first_deletion_curve(relevance, score, steps))
+
+
+def least_first_deletion_curve(relevance: Floats, score: ScoreFunction, steps: int = 32) -> Curve | None:
+    """The curve whose area `least_first_deletion` is; None where all tokens are alike."""
+    return deletion_curve(-relevance, score, steps)
 
 
 def deletion_gap(relevance: Floats, score: ScoreFunction, steps: int = 32) -> float:
@@ -141,7 +171,12 @@ def insertion(relevance: Floats, score: ScoreFunction, steps: int = 32) -> float
     The area runs over the share that is shown. But for ties it is `least_first_deletion` with another blank: images are
     shown on a blur.
     """
-    return _area(lambda counts: ~first_removed(relevance, counts), relevance, score, steps)
+    return _area(insertion_curve(relevance, score, steps))
+
+
+def insertion_curve(relevance: Floats, score: ScoreFunction, steps: int = 32) -> Curve | None:
+    """The curve whose area `insertion` is; None where all tokens are alike."""
+    return _by_steps(lambda counts: ~first_removed(relevance, counts), relevance, score, steps)
 
 
 def positive_perturbation(relevance: Floats, correct: ScoreFunction) -> float:
@@ -166,7 +201,7 @@ class Metric:
     direction: whether more ("up") or less ("down") is better. needs: what the function takes beside the relevance: a
     "score", a score that is 1 where the prediction is "correct", a "gradient" to correlate with, the relevance for a
     "randomised" model, a "mask" of pixels, "marks" on tokens. kinds: the data that it is measured on when no metrics
-    are named. image_blank: what removed patches become.
+    are named. image_blank: what removed patches become. curve: what the function is the area of, if it is one.
     """
 
     function: Callable[..., float]
@@ -175,6 +210,7 @@ class Metric:
     kinds: tuple[Literal["text", "image", "mask", "marks"], ...]
     source: str
     image_blank: Literal["zero", "blur"] = "zero"
+    curve: Callable[[Floats, ScoreFunction], Curve | None] | None = None
 
 
 METRICS: dict[str, Metric] = {
@@ -207,10 +243,22 @@ METRICS: dict[str, Metric] = {
         "Samek et al. 2017; 10 to 90 % of the tokens",
     ),
     "log-odds": Metric(log_odds, "down", "score", ("text",), "Shrikumar et al. 2017"),
-    "insertion": Metric(insertion, "up", "score", ("image",), "Petsiuk et al. 2018", "blur"),
-    "deletion": Metric(deletion, "down", "score", ("text", "image"), "Petsiuk et al. 2018: most influential first"),
+    "insertion": Metric(insertion, "up", "score", ("image",), "Petsiuk et al. 2018", "blur", curve=insertion_curve),
+    "deletion": Metric(
+        deletion,
+        "down",
+        "score",
+        ("text", "image"),
+        "Petsiuk et al. 2018: most influential first",
+        curve=deletion_curve,
+    ),
     "least-first-deletion": Metric(
-        least_first_deletion, "up", "score", ("text", "image"), "Mehri et al. 2025: least influential first"
+        least_first_deletion,
+        "up",
+        "score",
+        ("text", "image"),
+        "Mehri et al. 2025: least influential first",
+        curve=least_first_deletion_curve,
     ),
     "deletion-gap": Metric(deletion_gap, "up", "score", ("text", "image"), "Mehri et al. 2025"),
     "positive-perturbation": Metric(positive_perturbation, "down", "correct", ("image",), "Chefer et al. 2021"),
@@ -248,16 +296,24 @@ def _curve(relevance: Floats, score: ScoreFunction, shares: Sequence[float]) -> 
     return score(first_removed(relevance, [0, *_counts(shares, len(relevance))]))
 
 
-def _area(
+def _by_steps(
     masks: Callable[[Sequence[int]], NDArray[np.bool_]], relevance: Floats, score: ScoreFunction, steps: int
-) -> float:
-    """The area under the score of keep-masks for rising numbers of tokens, over shares from 0 to 1."""
+) -> Curve | None:
+    """The score of keep-masks for rising numbers of tokens; None where there is no order of them."""
     _check(relevance)
     if alike(relevance):
-        return math.nan
+        return None
     count = len(relevance)
-    counts = np.round(np.linspace(0, count, min(count, steps) + 1)).astype(int)
-    return float(trapezoid(score(masks(counts.tolist())), counts / count))
+    return Curve(count, tuple(score(masks(_steps(count, min(count, steps)).tolist())).tolist()))
+
+
+def _steps(count: int, steps: int) -> NDArray[np.int64]:
+    """Rising numbers of `count` tokens (1 + steps,), from none to all."""
+    return np.round(np.linspace(0, count, steps + 1)).astype(np.int64)
+
+
+def _area(curve: Curve | None) -> float:
+    return math.nan if curve is None else curve.area
 
 
 def _counts(shares: Sequence[float], count: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -13,13 +13,15 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
+from scipy.integrate import trapezoid
 
 from attnflow.answer import PAGES
-from attnflow.faithfulness.metrics import METRICS
+from attnflow.faithfulness.metrics import METRICS, Curve
 from attnflow.files import named, plain, to_json, write_whole
 from attnflow.memory import check_memory
 
-_FORMAT = "attnflow-evaluation-1"
+_FORMAT = "attnflow-evaluation-2"
+_WITHOUT_CURVES = "attnflow-evaluation-1"  # the format of older files, which have no columns of curves
 _COLUMNS = {
     "example": "int64",
     "method": "string",
@@ -27,21 +29,29 @@ _COLUMNS = {
     "metric": "string",
     "value": "double",
     "error": "string",
+    "curve_tokens": "int32",
+    "curve": "list<element: double>",
 }
+_CURVES = tuple(_COLUMNS)[-2:]
 # What a row takes in memory as Python has it, however well it is packed in a file.
 _BYTES_OF_A_ROW = 400
+_BYTES_OF_A_SCORE = 32  # of a curve
 # Examples below which an interval is Student's.
 FEW = 30
 
 
 class Row(NamedTuple):
-    """One measurement. layer: None for baselines, which have none. value: NaN where the metric is undefined."""
+    """One measurement. layer: None for baselines, which have none. value: NaN where the metric is undefined.
+
+    curve: what the value is the area of, where it is one.
+    """
 
     example: int
     method: str
     layer: int | None
     metric: str
     value: float
+    curve: Curve | None = None
 
 
 class Failure(NamedTuple):
@@ -69,6 +79,29 @@ class Summary(NamedTuple):
     high: float
     n: int
     undefined: int
+
+
+class MeanCurve(NamedTuple):
+    """One method's mean curve of one metric, and where the mean lies at each share (`interval`), point by point.
+
+    shares (point,): of the tokens, removed or shown, from 0 to 1: all those at which any example was scored; between
+    its own an example's curve is a straight line. So the area of the mean is the mean of the areas, which `Summary`
+    has. mean, low, high (point,). n: the examples counted.
+    """
+
+    method: str
+    layer: int | None
+    metric: str
+    shares: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+    n: int
+
+    @property
+    def area(self) -> float:
+        """The area under the mean, by the trapezoidal rule."""
+        return float(trapezoid(self.mean, self.shares))
 
 
 class Difference(NamedTuple):
@@ -114,6 +147,24 @@ class Evaluation:
             counts = len(values), len(by_example) - len(values)
             direction = METRICS[metric].direction
             entries.append(Summary(method, layer, metric, direction, mean, deviation, low, high, *counts))
+        return entries
+
+    def curves(self, *, resamples: int = 1000, level: float = 0.95) -> list[MeanCurve]:
+        """One entry per method, layer and metric that is the area of a curve, in the order of the rows.
+
+        Files of versions that kept areas alone have none.
+        """
+        groups: dict[tuple[str, int | None, str], list[Curve]] = {}
+        for row in self.rows:
+            if row.curve is not None:
+                groups.setdefault(row[1:4], []).append(row.curve)
+        rng = np.random.default_rng(self.recipe["seed"])
+        entries: list[MeanCurve] = []
+        for key, curves in groups.items():
+            shares = np.unique(np.concatenate([curve.shares for curve in curves]))
+            scores = np.stack([np.interp(shares, curve.shares, curve.scores) for curve in curves])
+            low, high = intervals(scores, resamples, level, rng)
+            entries.append(MeanCurve(*key, shares, scores.mean(axis=0), low, high, len(curves)))
         return entries
 
     def differences(self, than: str | None = None, *, resamples: int = 1000, level: float = 0.95) -> list[Difference]:
@@ -169,11 +220,14 @@ class Evaluation:
         import pyarrow as pa
         from pyarrow import parquet
 
-        records: list[tuple[Any, ...]] = [(*row, None) for row in self.rows]
-        records += [(failure.example, failure.method, None, None, None, failure.error) for failure in self.failures]
+        records: list[tuple[Any, ...]] = [(*row[:5], None, *(row.curve or (None, None))) for row in self.rows]
+        records += [
+            (failure.example, failure.method, None, None, None, failure.error, None, None) for failure in self.failures
+        ]
         columns = list(zip(*records, strict=True)) or [()] * len(_COLUMNS)
         header = to_json({"format": _FORMAT, "recipe": plain(self.recipe)})
-        fields = [(name, pa.type_for_alias(kind)) for name, kind in _COLUMNS.items()]
+        fields = [(name, pa.type_for_alias(kind)) for name, kind in _COLUMNS.items() if name != "curve"]
+        fields.append(("curve", pa.list_(pa.float64())))
         schema = pa.schema(fields, metadata={"attnflow": header})
         arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
         table = pa.Table.from_arrays(arrays, schema=schema)
@@ -192,13 +246,14 @@ class Evaluation:
             try:
                 file = parquet.ParquetFile(source)
                 count = file.metadata.num_rows
-                check_memory(
-                    count * _BYTES_OF_A_ROW, f"an evaluation of {count:,} rows", "measure fewer examples a file"
-                )
                 header = json.loads((file.schema_arrow.metadata or {})[b"attnflow"])
                 _check(header, {field.name: str(field.type) for field in file.schema_arrow})
+                groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+                scores = sum(group.column(group.num_columns - 1).num_values for group in groups)
+                size = count * _BYTES_OF_A_ROW + scores * _BYTES_OF_A_SCORE
+                check_memory(size, f"an evaluation of {count:,} rows", "measure fewer examples a file")
                 records = list(zip(*(column.to_pylist() for column in file.read().columns), strict=True))
-                rows = tuple(Row(*record[:5]) for record in records if record[5] is None)
+                rows = tuple(Row(*record[:5], curve=_curve(*record[6:])) for record in records if record[5] is None)
                 failures = tuple(
                     Failure(record[0], record[1], record[5]) for record in records if record[5] is not None
                 )
@@ -211,14 +266,30 @@ class Evaluation:
 def check_rows(rows: Iterable[Row], failures: Iterable[Failure]) -> None:
     """Raise ValueError for anything among rows and failures, as a file has them, that is no measurement or failure."""
     for row in rows:
-        example, method, layer, metric, value = cast("tuple[Any, ...]", row)
+        example, method, layer, metric, value, curve = cast("tuple[Any, ...]", row)
         known = isinstance(method, str) and isinstance(metric, str) and metric in METRICS
-        if not (known and _counts(example) and _counts(layer or 0) and isinstance(value, float)):
+        if not (
+            known and _counts(example) and _counts(layer or 0) and isinstance(value, float) and _is_of(value, curve)
+        ):
             raise ValueError(f"{row} is no measurement of a metric that is known here")
     for failure in failures:
         example, method, error = cast("tuple[Any, ...]", failure)
         if not (_counts(example) and isinstance(method or "", str) and isinstance(error, str)):
             raise ValueError(f"{failure} is no failure")
+
+
+def _curve(tokens: int | None = None, scores: Sequence[float] | None = None) -> Curve | None:
+    """The curve of a row of the file, whose columns are empty where there is none."""
+    return None if tokens is None and scores is None else Curve(tokens or 0, tuple(scores or ()))
+
+
+def _is_of(value: float, curve: Any) -> bool:
+    """Whether a curve, if there is one, is whole, and the value its area."""
+    if curve is None:
+        return True
+    tokens, scores = curve
+    whole = _counts(tokens) and 0 < len(scores) - 1 <= tokens and all(isinstance(one, float) for one in scores)
+    return whole and math.isclose(value, curve.area, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def _counts(value: Any) -> bool:
@@ -227,9 +298,10 @@ def _counts(value: Any) -> bool:
 
 def _check(header: Any, columns: Mapping[str, str]) -> None:
     """Refuse a file whose header or columns are not those that `save` writes."""
-    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+    if not isinstance(header, dict) or header.get("format") not in (_FORMAT, _WITHOUT_CURVES):
         raise ValueError(f"its format is not {_FORMAT!r}")
-    if columns != _COLUMNS:
+    older = header["format"] == _WITHOUT_CURVES
+    if columns != {name: kind for name, kind in _COLUMNS.items() if not (older and name in _CURVES)}:
         raise ValueError(f"its columns are {columns}")
     recipe = header.get("recipe")
     if not isinstance(recipe, dict) or not _counts(recipe.get("seed")):
@@ -243,11 +315,21 @@ def interval(
 
     Of fewer than 30 examples, whose bootstrap is too narrow, Student's t says it. NaN of fewer than two.
     """
-    if values.size < 2:
-        return math.nan, math.nan
-    if values.size < FEW:
-        half = float(stats.t.ppf((1 + level) / 2, values.size - 1) * values.std(ddof=1) / math.sqrt(values.size))
-        return float(values.mean()) - half, float(values.mean()) + half
-    means = [values[rng.integers(0, values.size, values.size)].mean() for _ in range(resamples)]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    low, high = intervals(values[:, None], resamples, level, rng)
+    return float(low[0]), float(high[0])
+
+
+def intervals(
+    values: NDArray[np.float64], resamples: int, level: float, rng: np.random.Generator
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The `interval` of each column of values (example, column): both ends (column,)."""
+    count, columns = values.shape
+    if count < 2:
+        return np.full(columns, math.nan), np.full(columns, math.nan)
+    if count < FEW:
+        half = stats.t.ppf((1 + level) / 2, count - 1) * values.std(axis=0, ddof=1) / math.sqrt(count)
+        return values.mean(axis=0) - half, values.mean(axis=0) + half
+    drawn = (rng.integers(0, count, count) for _ in range(resamples))
+    means = np.stack([np.bincount(draw, minlength=count) @ values / count for draw in drawn])
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return low, high

@@ -43,13 +43,29 @@ class Interval(NamedTuple):
     undefined: int = 0
 
 
+class Line(NamedTuple):
+    """A method's mean curve over shares of the tokens, with its interval, NaN where there is none; all (point,)."""
+
+    label: str
+    shares: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+
 class Chart(NamedTuple):
-    """Methods on one metric. direction: whether more ("up") or less ("down") is better. marks: labels set apart."""
+    """Methods on one metric.
+
+    direction: whether more ("up") or less ("down") is better. marks: labels set apart. lines: the curves whose areas
+    the means are, where they are areas; across: what their shares are of.
+    """
 
     name: str
     direction: Literal["up", "down"]
     intervals: Sequence[Interval]
     marks: Sequence[str] = ()
+    lines: Sequence[Line] = ()
+    across: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,11 +216,24 @@ def _chart(chart: Chart) -> dict[str, Any]:
             }
             for one in chart.intervals
         ],
+        "across": chart.across,
+        "lines": [
+            {
+                "label": visible(one.label),
+                **{name: _brief(getattr(one, name)) for name in ("shares", "mean", "low", "high")},
+            }
+            for one in chart.lines
+        ],
     }
 
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+def _brief(values: NDArray[np.float64]) -> list[float | None]:
+    """Seven digits of each, which is more than a line shows."""
+    return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _address(image: Image.Image) -> str:

@@ -279,3 +279,36 @@ function chartSvg(chart, theme, wide) {
   for (const value of marks) drawn.push(label(numberOf(value, digits, false), { x: x(value), y: foot + 14, "font-size": 11, "text-anchor": "middle", fill: theme.soft }));
   return svg(width, foot + 20, `${chart.name}: means and intervals, best first`, theme, ...drawn);
 }
+
+/** The curves of a chart that have a panel each, best area first: of all methods but those set apart, if there are others. */
+function panelsOf(chart) {
+  const order = bestFirst(chart).map((one) => chart.lines.find((line) => line.label === one.label)).filter(Boolean);
+  const own = order.filter((line) => !chart.marks.includes(line.label));
+  return own.length ? own : order.slice(0, 1);
+}
+
+/** One method's mean curve with its interval, and the curves set apart beside it; every panel of a chart has one scale. */
+function curveSvg(chart, line, theme) {
+  const width = 270, left = 46, right = 262, top = 44, foot = 164;
+  const values = chart.lines.flatMap((each) => [...each.mean, ...each.low, ...each.high]).filter((value) => value !== null);
+  const low = values.reduce((a, b) => Math.min(a, b), 0), high = values.reduce((a, b) => Math.max(a, b), 0) || 1, digits = Math.min(3, decimalsOf([low, high]));
+  const x = (share) => left + share * (right - left), y = (value) => foot - ((value - low) / (high - low)) * (foot - top);
+  const path = (each, name) => each.shares.map((share, at) => `${at ? "L" : "M"}${x(share).toFixed(2)} ${y(each[name][at]).toFixed(2)}`).join("");
+  const area = (each) => chart.intervals.find((one) => one.label === each.label).mean;
+  const drawn = [low, high].map((value) => tag("path", { d: `M${left} ${y(value)}L${right} ${y(value)}`, stroke: theme.line })
+    + label(numberOf(value, digits, false), { x: left - 5, y: y(value) + 4, "font-size": 11, "text-anchor": "end", fill: theme.soft }));
+  const bounds = [...line.shares.keys()], band = [...bounds.map((at) => [at, "high"]), ...bounds.reverse().map((at) => [at, "low"])];
+  if (line.low[0] !== null) drawn.push(tag("path", { d: `M${band.map(([at, name]) => `${x(line.shares[at]).toFixed(2)} ${y(line[name][at]).toFixed(2)}`).join("L")}Z`, fill: theme.edge, "fill-opacity": 0.18 }));
+  const beside = chart.lines.filter((each) => chart.marks.includes(each.label) && each !== line);
+  const dashes = (each) => ["2 4", "7 4"][chart.marks.indexOf(each.label) % 2];
+  for (const each of beside) drawn.push(tag("path", { d: path(each, "mean"), fill: "none", stroke: theme.soft, "stroke-width": 1.5, "stroke-dasharray": dashes(each) }));
+  drawn.push(tag("path", { d: path(line, "mean"), fill: "none", stroke: theme.edge, "stroke-width": 2.2, class: "mean" }));
+  const said = (each) => `${shortened(each.label, 30)}: ${numberOf(area(each), 3, false)}`;
+  drawn.push(label(said(line), { x: left, y: 16, "font-size": 12.5, "font-weight": 700, fill: theme.ink }), label(`area under the mean`, { x: left, y: 31, "font-size": 11, fill: theme.soft }));
+  [0, 0.5, 1].forEach((share, at) => drawn.push(label(["0", "0.5", "1"][at], { x: x(share), y: foot + 15, "font-size": 11, "text-anchor": "middle", fill: theme.soft })));
+  wrapped(`share of ${chart.across}`, right - left + 40, 11).forEach((text, at) => drawn.push(label(text, { x: 8, y: foot + 32 + 14 * at, "font-size": 11, fill: theme.soft })));
+  const start = foot + 32 + 14 * wrapped(`share of ${chart.across}`, right - left + 40, 11).length + 6;
+  beside.forEach((each, at) => drawn.push(tag("path", { d: `M8 ${start + 15 * at - 4}L34 ${start + 15 * at - 4}`, stroke: theme.soft, "stroke-width": 1.5, "stroke-dasharray": dashes(each) }),
+    label(said(each), { x: 40, y: start + 15 * at, "font-size": 11, fill: theme.soft })));
+  return svg(width, start + 15 * beside.length + 4, `${chart.name} by ${line.label}: the mean curve, its area ${numberOf(area(line), 3, false)}`, theme, ...drawn);
+}

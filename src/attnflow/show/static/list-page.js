@@ -23,7 +23,8 @@ function startList() {
       ...(data.warning ? [make("p", { className: "warning" }, data.warning)] : []),
       ...(data.words.length ? [make("ul", {}, ...data.words.map((sentence) => make("li", {}, sentence)))] : []),
       ...data.charts.map((chart) => make("section", {}, make("h2", {}, `${chart.name}, ${chart.direction === "up" ? "more" : "less"} is better`),
-        make("div", { className: "scroll", tabIndex: 0, role: "group", "aria-label": `Chart of ${chart.name}` }, drawnFrom(chartSvg(chart, theme, panel.clientWidth))), tableOf(chart))),
+        make("div", { className: "scroll", tabIndex: 0, role: "group", "aria-label": `Chart of ${chart.name}` }, drawnFrom(chartSvg(chart, theme, panel.clientWidth))),
+        ...(chart.lines.length ? [make("div", { className: "figures" }, ...panelsOf(chart).map((one) => drawnFrom(curveSvg(chart, one, theme))))] : []), tableOf(chart))),
       ...(data.means.length ? [make("h2", {}, "Means of classes"), make("ol", { className: "examples" }, ...data.means.map((one) => exampleItem(one, [], null)))] : []),
       ...(data.examples.length ? [make("h2", {}, `${data.examples.length} examples`), ...exampleList(data.examples, chosen, (change) => {
         const key = document.activeElement?.dataset.key;
