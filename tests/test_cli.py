@@ -609,6 +609,14 @@ def test_how_similar_two_texts_are(run):
     assert "first of the tokens" in json.loads(out)["recipe"]["target"]["target"]
 
 
+@pytest.mark.parametrize("methods", ["gradient-norm,rollout", "rollout,gradient-norm", "raw,rollout"])
+def test_a_page_starts_at_the_query_that_its_methods_share(run, tmp_path, methods):
+    code, _, err = run("text", "The keys are here.", "--method", methods, "-q", "-o", tmp_path / "page.html")
+    assert (code, err) == (0, "")
+    block = (tmp_path / "page.html").read_text().split('id="data">', 1)[1].split("</script>")[0]
+    assert json.loads(block)["start"]["query"] == 0
+
+
 def test_edges_are_taken_out_of_the_model(run, minilm):
     said = ["text", "The keys are on the table.", "--method", "gradient-norm,rollout", "--knockout", "4"]
     code, out, err = run(*said, "--json", "--quiet")
@@ -617,8 +625,11 @@ def test_edges_are_taken_out_of_the_model(run, minilm):
     model, tokenizer = minilm
     target = usual_target(attnflow.capture(model, said[1], tokenizer=tokenizer))
     tested = attnflow.route_test(model, said[1], tokenizer, target, ["rollout"], 4)
-    assert found["rollout"]["knockout"] == pytest.approx({"base": tested.base, **tested.taken["rollout"]._asdict()})
-    assert found["gradient-norm"]["knockout"] is None  # it has no edges
+    assert found["rollout"]["knockout"] == found["gradient-norm"]["knockout"]
+    assert found["rollout"]["knockout"]["base"] == pytest.approx(tested.base)
+    assert [*found["rollout"]["knockout"]["taken"]] == ["rollout", "raw", "minimum cut"]
+    for name, taken in found["rollout"]["knockout"]["taken"].items():
+        assert taken == pytest.approx(tested.taken[name]._asdict())
     code, out, _ = run(*said, "--quiet")
     assert code == 0
     assert "edges taken out of" in out

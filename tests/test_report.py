@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 
 import attnflow
 from attnflow.answer import Relevance
@@ -25,7 +26,7 @@ from attnflow.show import colour, plots, wording
 from attnflow.show.document import in_script
 from attnflow.show.listing import disagreement, examples_of
 from attnflow.show.report import GRAPH_EDGES, SCRIPTS, Start, command_of, pack, page, python_lines
-from classifiers import small_bert, sst2, sst2_examples, tokenizer
+from classifiers import small_bert, small_vit, sst2, sst2_examples, tokenizer
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>",
@@ -178,6 +179,10 @@ def test_every_layer_says_how_much_of_it_is_saturated(answers, minilm_trace):
         ("gradient-flow", {}),
         ("legrad", {"layer": 2}),
         ("attention by sum", {"edges": "attention", "carry": "sum"}),
+        ("alti", {}),
+        ("measured-flow", {"query": 0}),
+        ("value-norm by flow", {"edges": "value-norm", "carry": "flow", "query": 0}),
+        ("rollout", {"residual": "measured"}),
     ],
 )
 def test_the_lines_of_python_make_the_scores_again(name, settings, minilm, monkeypatch, tmp_path):
@@ -185,7 +190,13 @@ def test_the_lines_of_python_make_the_scores_again(name, settings, minilm, monke
     inputs = tokenizer("The keys to the cabinet are on the table.", return_tensors="pt")
     row = attnflow.METHODS.get(name)
     target = {"target": (lambda output: output.last_hidden_state.norm())} if row and row.needs else {}
-    trace = attnflow.capture(model, inputs, tokenizer=tokenizer, **target, **kept_for([name]))
+    trace = attnflow.capture(
+        model,
+        inputs,
+        tokenizer=tokenizer,
+        **target,
+        **(kept_for([name], settings.get("residual")) if row else {"keep": "block"}),
+    )
     relevance = attnflow.relevance(trace, name if row else None, **settings)
     lines = python_lines(relevance.by_word().without("special"))
     lines = lines.replace("capture(model, inputs", "capture(model, inputs, tokenizer=tokenizer")
@@ -834,6 +845,7 @@ def test_parts_move_with_the_tokens_that_are_left(stories):
         ("integrated-gradients", {"steps": 7, "path_from": 100}),
         ("hidden-token-attribution", {"query": 2}),
         ("random", {"seed": 5}),
+        ("cp-lrp", {"layer": "all"}),
     ],
 )
 def test_the_lines_of_a_baseline_make_its_scores_again(method, more):
@@ -843,6 +855,12 @@ def test_the_lines_of_a_baseline_make_its_scores_again(method, more):
     given = {"attnflow": attnflow, "model": model, "inputs": inputs}
     exec(python_lines(first), given)
     np.testing.assert_array_equal(given["relevance"].scores, first.scores)
+
+
+def test_zeros_of_grad_cam_are_no_lack_of_a_route():
+    relevance = attnflow.explain(small_vit(), {"pixel_values": torch.rand(1, 3, 32, 32)}, "grad-cam")
+    assert (relevance.scores == 0).any()
+    assert "which Grad-CAM cuts off" in data_of(page([relevance]))["answers"][0]["zero"]
 
 
 def test_a_target_that_no_recipe_holds_is_left_to_the_reader(minilm):

@@ -308,6 +308,7 @@ _SCHEMA: dict[str, Any] = {
         "model": {"proofs": {"mixers": _or_none(_string)}},
         "left_out": _or_none(_left_out),
         "parts": _or_none(_parts),
+        "zeros": _or_none(_string),
     },
 }
 

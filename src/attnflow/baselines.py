@@ -159,7 +159,8 @@ def grad_cam(
     scores = torch.zeros(len(trace.tokens), dtype=torch.float64)
     scores[places] = (x @ gradient.mean(0)).clamp_min(0)
     settings = {"target": chosen.facts(0)["target"], "layer": layer % len(found)}
-    return _relevance("grad-cam", scores, trace, settings, {}, chosen.facts(0))
+    zeros = "a sum below 0, which Grad-CAM cuts off, or a token that is no patch, which it leaves out"
+    return _relevance("grad-cam", scores, trace, settings, {}, chosen.facts(0), zeros=zeros)
 
 
 def hidden_token_attribution(
@@ -369,8 +370,12 @@ def _relevance(
     settings: Mapping[str, Any],
     checks: Mapping[str, Any],
     target: Mapping[str, Any] | None = None,
+    zeros: str | None = None,
 ) -> Relevance:
-    """Scores (token,) as one row, of the target as a whole; of the layer that the settings name, if they do."""
+    """Scores (token,) as one row, of the target as a whole; of the layer that the settings name, if they do.
+
+    zeros: what scores of exactly 0 are, where they are more than what nothing comes from.
+    """
     return Relevance(
         scores=np.asarray(scores, dtype=np.float64)[None],
         tokens=trace.tokens,
@@ -380,6 +385,6 @@ def _relevance(
         layers=(settings.get("layer", len(trace.layers) - 1),),
         grid=trace.grid,
         words=trace.words,
-        recipe=trace.recipe(method, dict(settings), dict(checks), target=target, parts=trace.parts),
+        recipe=trace.recipe(method, dict(settings), dict(checks), target=target, parts=trace.parts, zeros=zeros),
         rows="target",
     )

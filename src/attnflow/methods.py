@@ -320,6 +320,8 @@ def relevance_of(method: str, graph: AttentionGraph, scores: Sequence[Any], rows
     if target is not None and "gradient at each layer" in graph.edges.needs:
         target["at_each_layer"] = True
     parts = graph.trace.parts if own else None
+    needs = graph.edges.needs | ({"block"} if graph.settings["residual"] == "measured" else set())
+    keep = next((one for one in ("relevance", "block") if one in needs), None)
     kind = "generated" if rows == "query" and graph.answers != graph.queries else rows
     return Relevance(
         scores=stacked if graph.settings["layer"] == "all" else stacked[0],
@@ -330,6 +332,8 @@ def relevance_of(method: str, graph: AttentionGraph, scores: Sequence[Any], rows
         layers=graph.explained,
         grid=graph.trace.grid if own else None,
         words=graph.trace.words if own else None,
-        recipe=graph.trace.recipe(method, graph.settings, edges=graph.edges.formula, target=target, parts=parts),
+        recipe=graph.trace.recipe(
+            method, graph.settings, edges=graph.edges.formula, target=target, parts=parts, keep=keep
+        ),
         rows=kind,
     )

@@ -403,9 +403,9 @@ def _deliver(run: Run, options: Options, *, default_layer: str, image: Image | N
     if options.json:
         found = {method: relevance.as_dict() for method, relevance in answers.items()}
         if run.tested is not None:
-            for method, own in found.items():
-                taken = run.tested.taken.get(method)
-                own["knockout"] = None if taken is None else {"base": run.tested.base, **taken._asdict()}
+            taken = {name: one._asdict() for name, one in run.tested.taken.items()}
+            for own in found.values():
+                own["knockout"] = {"base": run.tested.base, "taken": taken}
         print_json(found if len(found) > 1 else next(iter(found.values())))
     else:
         for relevance in answers.values():
@@ -540,8 +540,9 @@ def _write_page(
     from attnflow.reporting import report
     from attnflow.show.report import Start, command_of
 
-    first = next(iter(answers.values()))
-    query = first.queries[0] if first.rows == "query" and len(first.queries) == 1 else None
+    asked = {one.queries for one in answers.values() if one.rows == "query"}
+    common = next(iter(asked)) if len(asked) == 1 else ()
+    query = common[0] if len(common) == 1 else None
     shown = [
         _compute(run, method, replace(options, query="all"), layer)
         if _every_query(run, method, options, layer)

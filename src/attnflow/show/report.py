@@ -157,6 +157,8 @@ def python_lines(relevance: Relevance) -> str:
     else:
         asked, of = "", ""
     asked += "".join(f", {name}={value!r}" for name, value in plain(gradient).items())
+    if "keep" in recipe:
+        asked += f", keep={recipe['keep']!r}"
     capture = f"trace = attnflow.capture(model, inputs{asked})  # with its tokenizer, if it has one{of}"
     if groups is not None:
         lines = [capture, f"relevance = attnflow.group_flow(trace, {plain(groups)!r}{settings})"]

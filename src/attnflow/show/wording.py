@@ -76,7 +76,9 @@ def query(relevance: Relevance) -> str:
     if relevance.rows == "target":
         asked = relevance.recipe.get("settings", {}).get("query")
         own = [asked] if isinstance(asked, int) else asked if isinstance(asked, list) else []
-        return "of the target" + (f", at queries {', '.join(map(str, own))} alone" if own else "")
+        return "of the target" + (
+            f", at {'query' if len(own) == 1 else 'queries'} {', '.join(map(str, own))} alone" if own else ""
+        )
     if written(relevance):
         many = len(relevance.queries)
         mean = "" if many == 1 or len(relevance.layers) == 1 else "mean over "
@@ -266,7 +268,9 @@ def _zeros(relevance: Relevance, scores: NDArray[np.float64], zero: str) -> str 
 
 
 def why_zero(relevance: Relevance) -> str:
-    """Why tokens that score exactly 0 do."""
+    """Why tokens that score exactly 0 do: what the method says of them, a mask, or that nothing reaches them."""
+    if (said := relevance.recipe.get("zeros")) is not None:
+        return visible(said)
     return "the tokens after a query, hidden from it" if _causal(relevance) else "nothing comes from there"
 
 
