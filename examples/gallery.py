@@ -66,6 +66,7 @@ SHOTS = (
     Shot("graph", "text", "view=graph&method=1&layer=5&query=0&token=5&route=1&cut=1"),
     Shot("graph-dark", "text", "view=graph&method=1&layer=5&query=0&share=0.5", dark=True),
     Shot("graph-phone", "text", "view=graph&method=1&layer=5&query=0", PHONE),
+    Shot("head", "text", "view=tokens&method=1&layer=3&query=2&head=4"),
     Shot("scores", "text", "view=scores&query=0"),
     Shot("recipe", "text", "view=recipe&query=0"),
     Shot("long", "long", "view=tokens&query=0&layer=5"),

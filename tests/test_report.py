@@ -21,7 +21,7 @@ import torch
 import attnflow
 from attnflow.answer import Relevance
 from attnflow.methods import kept_for
-from attnflow.reporting import draw_curves
+from attnflow.reporting import draw_curves, heads_of
 from attnflow.show import colour, plots, wording
 from attnflow.show.document import in_script
 from attnflow.show.listing import disagreement, examples_of
@@ -627,6 +627,50 @@ def test_numbers_stand_under_tokens_and_other_methods_beside_them(browser, pages
     ranks = browser.ask("[...document.querySelectorAll('[role=option] small')].map((one) => one.textContent)")
     assert sorted(map(int, ranks)) == list(range(1, 13))
     assert "numbers=rank" in browser.ask("location.hash")
+
+
+def test_a_page_holds_the_attention_of_each_head(answers, minilm_trace, tmp_path):
+    path = attnflow.report(answers, tmp_path / "page.html", trace=minilm_trace)
+    held = data_of(path.read_text())["heads"]
+    found = [np.frombuffer(base64.b64decode(one), "<f4").reshape(held["shape"]) for one in held["scores"]]
+    expected = np.stack([layer.attention().numpy() for layer in minilm_trace.layers], axis=1)
+    np.testing.assert_allclose(found, expected, atol=1e-7)
+    assert held["limit"] == ""
+
+
+def test_heads_that_do_not_fit_are_left_out_and_that_is_said(minilm):
+    model, words = minilm
+    long = attnflow.capture(model, 12 * PIECES, tokenizer=words)
+    count = 6 * 12 * len(long.tokens)
+    one = heads_of(long, 3)
+    assert {head.scores.shape for head in one.each} == {(6, 1, len(long.tokens))}
+    assert (
+        one.limit == f"heads of the query at 3 alone: of every query they would be {count * len(long.tokens):,} numbers"
+    )
+    none = heads_of(long, None)
+    assert none.each == ()
+    assert none.limit.startswith("no heads: ")
+
+
+@in_chromium
+def test_a_head_can_be_chosen(browser, pages, minilm_trace):
+    browser.open(pages / "text.html", fragment="#view=tokens&method=0&layer=3&query=2&numbers=score")
+    assert browser.ask("document.getElementById('where').textContent") == "rollout, query keys at 2, layer 3"
+    weights = minilm_trace.layers[3].attention([2])[:, 0].numpy()
+    for label, row in (
+        ("raw, head 4", weights[4]),
+        ("raw, mean over heads", weights.mean(0)),
+        ("raw, highest of the heads", weights.max(0)),
+    ):
+        browser.page.locator("[data-key=head]").select_option(label=label)
+        shown = browser.ask(
+            "[...document.querySelectorAll('[role=option] small')].map((one) => Number(one.textContent))"
+        )
+        assert shown == pytest.approx(row.tolist(), abs=6e-4)
+        said = label.replace("raw, ", "raw attention, ")
+        assert browser.ask("document.getElementById('where').textContent") == f"{said}, query keys at 2, layer 3"
+    assert "head=max" in browser.ask("location.hash")
+    assert browser.complaints == []
 
 
 @in_chromium

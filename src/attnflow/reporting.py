@@ -14,15 +14,16 @@ from attnflow.edges import EDGES
 from attnflow.faithfulness.results import Difference, Evaluation, MeanCurve, Summary
 from attnflow.faithfulness.run import ALWAYS
 from attnflow.graph import attention_graph
-from attnflow.methods import METHODS, Method
+from attnflow.methods import METHODS, Method, raw
 from attnflow.routes import min_cut, paths
 from attnflow.run_page import save_run_page
 from attnflow.running.results import Run
 from attnflow.show.listing import Chart, Interval, Line, save_list
-from attnflow.show.report import Graph, Start, save_page
+from attnflow.show.report import Graph, Heads, Start, save_page
 from attnflow.trace import Trace
 
 ROUTES = 5  # tokens to which the routes from the read-out are worked out, and routes to each
+HEADS = 1_000_000  # numbers of the heads' attention that a page holds, which are 5 MB
 _CARRIERS = ("product", "flow")  # whose edges a graph can be drawn of
 _GRAPH_SETTINGS = (
     "start_layer",
@@ -53,7 +54,9 @@ def report(
     say together (`Run.overview`), mean maps of classes, and up to 90 examples.
     trace: what they came from; with it the page draws the graph: the edges of the first relevance that carries edges
     of 0 or more by product or flow, else attention with a residual of 0.5. From the read-out (or the only query) to the
-    five tokens that it draws on most, routes and minimum cuts are worked out, which a large graph makes slow.
+    five tokens that it draws on most, routes and minimum cuts are worked out, which a large graph makes slow. The page
+    has also the raw attention of each head, of every query where that is a million numbers or fewer, else of the one
+    that is shown first, and says so.
     image: the photograph that the patches tile, as for an overlay. command: the command line that made the page.
     start: what is shown first; by default the read-out of the trace, if it is one position.
 
@@ -76,7 +79,30 @@ def report(
     if start is None:
         readout = None if trace is None else trace.readout
         start = Start(query=readout if isinstance(readout, int) else None)
-    return save_page(relevances, path, names=names, image=image, graph=graph, command=command, start=start)
+    heads = None if trace is None else heads_of(trace, start.query)
+    more: dict[str, Any] = {"names": names, "image": image, "command": command, "start": start}
+    return save_page(relevances, path, graph=graph, heads=heads, **more)
+
+
+def heads_of(trace: Trace, query: int | None) -> Heads:
+    """The raw attention of each head, as far as it fits: of every query, of one alone, or of none and why."""
+    shapes = {layer.shape for layer in trace.layers}
+    if len(shapes) > 1 or next(iter(shapes))[1:] != (len(trace.tokens),) * 2:
+        return Heads(
+            limit="no heads: the layers differ in their heads, or their queries and keys are not all the tokens"
+        )
+    heads, count, _ = next(iter(shapes))
+    numbers = heads * len(trace.layers) * count
+    if numbers * count <= HEADS:
+        asked, limit = None, ""
+    elif query is not None and numbers <= HEADS:
+        asked, limit = (
+            query,
+            f"heads of the query at {query} alone: of every query they would be {numbers * count:,} numbers",
+        )
+    else:
+        return Heads(limit=f"no heads: of every query they would be {numbers * count:,} numbers")
+    return Heads([raw(trace, layer="all", head=head, query=asked) for head in range(heads)], limit)
 
 
 class _Choice(NamedTuple):

@@ -56,6 +56,17 @@ class Graph:
     routes: Sequence[Mapping[str, Any]] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """The raw attention of each head, which the view of tokens has a choice of, or why the page does not hold it.
+
+    each: an answer per head, of the same layers and queries. limit: what is left out, in words; "" if nothing is.
+    """
+
+    each: Sequence[Relevance] = ()
+    limit: str = ""
+
+
 @dataclass(frozen=True)
 class Start:
     """What a page shows when it is opened.
@@ -76,11 +87,12 @@ def save_page(
     names: Sequence[str] | None = None,
     image: Any = None,
     graph: Graph | None = None,
+    heads: Heads | None = None,
     command: str | None = None,
     start: Start = Start(),
 ) -> Path:
     """Write `page` to a file, whole or not at all."""
-    text = page(relevances, names=names, image=image, graph=graph, command=command, start=start)
+    text = page(relevances, names=names, image=image, graph=graph, heads=heads, command=command, start=start)
     return write_whole(path, lambda file: file.write(text.encode()))
 
 
@@ -90,14 +102,15 @@ def page(
     names: Sequence[str] | None = None,
     image: Any = None,
     graph: Graph | None = None,
+    heads: Heads | None = None,
     command: str | None = None,
     start: Start = Start(),
 ) -> str:
     """The page of one or several relevances; where they are of different inputs, with a list of these to choose from.
 
     names: what each relevance is called, such as its file; by default the beginning of its text.
-    image: the photograph that the patches tile, as `overlay` takes it. graph: what the view of routes draws. command:
-    the command line that made the page. start: what is shown first.
+    image: the photograph that the patches tile, as `overlay` takes it. graph: what the view of routes draws. heads:
+    of the raw attention of the input. command: the command line that made the page. start: what is shown first.
 
     Raises ValueError for no relevance, scores that are not finite, an image without patches to lie under, and a page
     that no browser would hold; MemoryError for what cannot be held here.
@@ -120,6 +133,7 @@ def page(
         "ramps": {name: _hex(ramp) for name, ramp in (("ground", GROUND), ("paper", PAPER), ("signed", SIGNED))},
         "photograph": None if image is None else _photograph(image),
         "graph": None if graph is None else _graph(graph),
+        "heads": None if heads is None else _heads(heads),
         "examples": examples,
         "command": command,
         "start": {"query": start.query, "words": start.words, "drop": list(start.drop)},
@@ -249,6 +263,22 @@ def _graph(graph: Graph) -> dict[str, Any]:
         "tokens": [visible(token) or "␣" for token in graph.tokens],
         "edges": graph.edges,
         "routes": graph.routes,
+    }
+
+
+def _heads(heads: Heads) -> dict[str, Any]:
+    if not heads.each:
+        return {"scores": [], "limit": heads.limit}
+    first = heads.each[0]
+    return {
+        "tokens": [visible(token) or "␣" for token in first.tokens],
+        "layers": first.layers,
+        "queries": first.queries,
+        "query_tokens": [visible(token) or "␣" for token in first.query_tokens],
+        "shape": first.every_layer.shape,
+        "zero": why_zero(first),
+        "scores": [pack(one.scores) for one in heads.each],
+        "limit": heads.limit,
     }
 
 

@@ -23,6 +23,7 @@ function readData(text) {
       if (layer.keys) layer.keys = unpack(layer.keys);
     }
   }
+  if (data.heads) data.heads.scores = data.heads.scores.map(unpack);
   return data;
 }
 
@@ -118,6 +119,19 @@ function rowOf(answer, state) {
   const all = sum(units.map((unit) => unit.score));
   const left = all ? 1 - sum(units.filter((unit) => !unit.dropped).map((unit) => unit.score)) / all : 0;
   return { units, shown: units.filter((unit) => !unit.dropped), left, queries };
+}
+
+const FUSIONS = { mean: "mean over heads", max: "highest of the heads" };
+
+/** The raw attention of one head, or of all fused, in the shape of an answer of the same input; null where there is none. */
+function headAnswer(heads, answer, which) {
+  if (!heads || !heads.scores.length || answer.rows !== "query" || String(answer.tokens) !== String(heads.tokens)) return null;
+  const { scores: each, layers, queries, query_tokens, shape, zero } = heads;
+  const fused = { mean: (at) => sum(each.map((one) => one[at])) / each.length, max: (at) => largestOf(each.map((one) => one[at])) }[which];
+  const scores = fused ? each[0].map((_, at) => fused(at)) : each[which];
+  if (!scores) return null;
+  const method = `raw attention, ${FUSIONS[which] ?? `head ${which}`}`;
+  return { ...answer, method, layers, queries, query_tokens, shape, zero, scores, signed: false, of_layers: true, saturation: layers.map(() => null), recipe: { parts: answer.recipe.parts }, mixers: null };
 }
 
 /** Where parts of an answer begin among some units, such as the decoder and what a model wrote: {place, names} of each. */

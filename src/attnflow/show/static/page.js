@@ -10,7 +10,7 @@ function startPage() {
   const many = data.examples.length > 0;
   let cursor = null;  // the position that the keys are at
 
-  const state = { method: 0, layer: 0, query: -1, words: false, drop: [], view: "", search: "", opacity: 0.65, top: 1, grid: false, own: null, token: -1, share: SHARE, route: -1, cut: false, numbers: 0, by: "", least: false };
+  const state = { method: 0, layer: 0, query: -1, words: false, drop: [], view: "", search: "", opacity: 0.65, top: 1, grid: false, own: null, token: -1, share: SHARE, route: -1, cut: false, numbers: 0, by: "", least: false, head: "" };
 
   const answer = () => data.answers[state.method];
   const queries = () => queriesOf(answer(), state.words);
@@ -51,6 +51,7 @@ function startPage() {
     if (state.search) parts.search = state.search;
     if (state.view === "examples") Object.assign(parts, { by: state.by }, state.least ? { least: 1 } : {});
     if (state.numbers) parts.numbers = NUMBERS[state.numbers];
+    if (state.head !== "") parts.head = state.head;
     if (state.view === "image") Object.assign(parts, { opacity: state.opacity, top: state.top }, state.grid ? { grid: 1 } : {}, state.own === null ? {} : { own: Number(state.own) });
     if (state.view === "graph") Object.assign(parts, { token: state.token, share: state.share, route: state.route }, state.cut ? { cut: 1 } : {});
     return `#${new URLSearchParams(parts)}`;
@@ -76,6 +77,7 @@ function startPage() {
     state.by = numbersOf(data.examples).includes(parts.get("by")) ? parts.get("by") : "";
     state.least = parts.get("least") === "1";
     state.numbers = Math.max(0, NUMBERS.indexOf(parts.get("numbers")));
+    state.head = parts.get("head") ?? "";
     state.opacity = number("opacity", 0, 1, 0.65);
     state.top = number("top", 0.05, 1, 1);
     state.grid = parts.get("grid") === "1";
@@ -313,13 +315,36 @@ function startPage() {
     return make("div", { className: "scale" }, number(ends.low), canvas, number(ends.high) + beyond);
   }
 
-  function drawTokens(row) {
-    const one = answer(), scores = row.shown.map((unit) => unit.score), ends = textScale(scores, one.signed);
-    const notes = [...notesOf(one, state.layer, scores, ends, row.shown, sum(row.units.map((unit) => unit.score))), ...dropped(row)];
-    const title = titleOf(one, state, row.queries);
-    const bar = make("div", { className: "bar" }, choice("Under each token", "numbers", [[0, "no number"], [1, "its score"], [2, "its share of the row"], [3, "its rank"]], state.numbers, (numbers) => set({ numbers })));
+  const headChosen = remembered((one, which) => headAnswer(data.heads, one, which));
+
+  /** The choice of a head, where the page holds any for this answer. */
+  function headChoice(one) {
+    if (!headChosen(one, "mean")) return null;
+    const options = ["", "mean", "max", ...data.heads.scores.keys()].map(String);
+    const names = { "": one.method, mean: "raw, mean over heads", max: "raw, highest of the heads" };
+    return choice("Shown", "head", options.map((which, at) => [at, names[which] ?? `raw, head ${which}`]), Math.max(0, options.indexOf(state.head)), (at) => set({ head: options[at] }));
+  }
+
+  /** What is drawn: the answer, or a head's raw attention at the same layer and of the same query, if it is chosen and held. */
+  function shownTokens(row) {
+    const own = answer(), one = state.head === "" ? null : headChosen(own, state.head), notHeld = [];
+    if (one) {
+      const layer = one.layers.indexOf(own.layers[state.layer]), query = layer < 0 ? null : queryIn(one, own, state.query);
+      if (query !== null) return { one, layer, row: rowOf(one, { ...state, layer, query }), query, notHeld };
+      notHeld.push(`the page does not hold this query's heads, so that ${own.method} is shown`);
+    }
+    return { one: own, layer: state.layer, row, query: state.query, notHeld };
+  }
+
+  function drawTokens(given) {
+    const { one, layer, row, query, notHeld } = shownTokens(given);
+    const scores = row.shown.map((unit) => unit.score), ends = textScale(scores, one.signed);
+    const limit = data.heads && data.heads.limit && answer().rows === "query" ? [data.heads.limit] : [];
+    const notes = [...notHeld, ...notesOf(one, layer, scores, ends, row.shown, sum(row.units.map((unit) => unit.score))), ...dropped(row), ...limit];
+    const title = titleOf(one, { layer, query }, row.queries);
+    const bar = make("div", { className: "bar" }, ...[headChoice(answer())].filter(Boolean), choice("Under each token", "numbers", [[0, "no number"], [1, "its score"], [2, "its share of the row"], [3, "its rank"]], state.numbers, (numbers) => set({ numbers })));
     return {
-      elements: [bar, tokenList(row.shown, ends, `Tokens by their relevance: ${title}`), scaleLine(ends, theme().ramp), ...others(one)], notes,
+      title, elements: [bar, tokenList(row.shown, ends, `Tokens by their relevance: ${title}`), scaleLine(ends, theme().ramp), ...others(answer())], notes,
       svg: () => tokensSvg(data.ramps, title, row.shown, ends, notes, LIGHT),
     };
   }
