@@ -76,7 +76,8 @@ def test_batches_are_as_one_by_one(tmp_path, minilm, count):
             same(answer, expected)
             assert answer.queries == expected.queries or len(expected.queries) > 1
             assert answer.recipe["settings"] == json.loads(json.dumps(expected.recipe["settings"]))
-            if method == "gradient-rollout":
+            if method in ("gradient-rollout", "gradient-norm"):
+                assert answer.recipe["target"]["target"] == expected.recipe["target"]["target"]
                 assert answer.recipe["target"]["score"] == pytest.approx(expected.recipe["target"]["score"], rel=1e-5)
     assert found.summary()["alone"] == 0
 
