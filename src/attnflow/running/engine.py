@@ -14,7 +14,7 @@ import torch
 
 from attnflow.capturing import huggingface, vision
 from attnflow.capturing.models import load_model
-from attnflow.capturing.target import Contrast, asked, resolved
+from attnflow.capturing.target import Contrast, as_target, resolved
 from attnflow.explaining import check_methods, check_settings, is_targeted, usual_method
 from attnflow.faithfulness.run import versions_of, weights_digest, whole_number
 from attnflow.files import named
@@ -337,7 +337,7 @@ def _recipe(subject: Subject, plan: Plan) -> dict[str, Any]:
     """What decides the rows: for the manifest, and to tell whether a run is the same."""
     return {
         "methods": plan.methods,
-        "target": None if plan.target is None else asked(plan.target).words,
+        "target": None if plan.target is None else as_target(plan.target).words,
         "settings": plan.settings,
         "top": plan.top,
         "full": plan.full,
