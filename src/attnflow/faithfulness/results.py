@@ -314,6 +314,8 @@ def interval(
     """Where the mean of values (example,) lies: the middle `level` of the means of bootstrap samples of the examples.
 
     Of fewer than 30 examples, whose bootstrap is too narrow, Student's t says it. NaN of fewer than two.
+
+    Raises ValueError for a level that is no share, and for fewer than one sample.
     """
     low, high = intervals(values[:, None], resamples, level, rng)
     return float(low[0]), float(high[0])
@@ -323,6 +325,10 @@ def intervals(
     values: NDArray[np.float64], resamples: int, level: float, rng: np.random.Generator
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The `interval` of each column of values (example, column): both ends (column,)."""
+    if not 0 < level < 1:
+        raise ValueError(f"level is the share of an interval, between 0 and 1, such as 0.95; it is {level}")
+    if resamples < 1:
+        raise ValueError(f"resamples must be 1 or more; it is {resamples}")
     count, columns = values.shape
     if count < 2:
         return np.full(columns, math.nan), np.full(columns, math.nan)

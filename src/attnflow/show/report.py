@@ -180,6 +180,10 @@ def python_lines(relevance: Relevance) -> str:
         lines = [capture, f"relevance = attnflow.flow_bounds(trace{settings}).{method.split()[1]}"]
     elif carry:
         lines = [capture, f"relevance = attnflow.relevance(trace, edges={edges!r}, carry={carry!r}{settings})"]
+    elif recipe.get("keep") == "relevance":  # by a set of rules, which explain captures under
+        by = f", target={'target' if of else repr(gradient.get('target'))}"
+        call = f"relevance = attnflow.explain(model, inputs, {method!r}{by}{settings})"
+        lines = [f"{call}  # with its tokenizer, if it has one{of}"]
     elif "edges" in recipe:
         lines = [capture, f"relevance = attnflow.relevance(trace, {method!r}{settings})"]
     else:
