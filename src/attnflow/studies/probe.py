@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from attnflow.studies.contest import Floats
+from attnflow.studies.comparison import Floats
 
 FOLDS = 5
 # On the squared weights, beside a loss summed over the examples. Of 1, 10, 100 and 1000 the best AUC in this same
