@@ -19,7 +19,7 @@ from attnflow.capturing.recorder import Recording, WeightsOf, record
 from attnflow.capturing.replay import Pass
 from attnflow.capturing.rules import RULES
 from attnflow.capturing.structure import Mixers, Structure
-from attnflow.capturing.target import Answer, Chosen, Target, asked, resolved
+from attnflow.capturing.target import Answer, Target, TargetScores, as_target, resolved
 from attnflow.layers import Layer
 from attnflow.trace import Entered, Trace
 
@@ -165,7 +165,7 @@ def capture_batch(
         raise ValueError(f"rules {rules!r} are unknown; choose one of {', '.join(RULES)}")
     if keep == "relevance" and rules is None:
         raise ValueError("keep='relevance' is relevance under rules: give target= and rules='cp-lrp'")
-    chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
+    chosen = None if target is None else TargetScores(target, kwargs.get("attention_mask"))
     how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights), "tower": tower, "rules": rules}
     how |= {"keep": keep, "entered": entered}
     asks = prove and weights is None
@@ -200,7 +200,7 @@ def capture_batch(
     assert target is not None  # refused above
     assert chosen is not None
     kept = _kept_positions(recording, found, kwargs)
-    asked_for, settled = asked(target), chosen.settled
+    asked_for, settled = as_target(target), chosen.settled
     own = list[Trace]()
     for index, trace in enumerate(traces):
         tensors = [tuple(examples.entered(x, index, len(traces), kept) for x in pair) for pair in recording.entered]

@@ -13,7 +13,7 @@ import torch
 
 from attnflow.answer import Relevance
 from attnflow.capturing import capture_batch, huggingface
-from attnflow.capturing.target import asked, has_logits, norm_at
+from attnflow.capturing.target import Classes, as_target, has_logits, norm_at
 from attnflow.capturing.vision import open_image
 from attnflow.explaining import answer, entered_for, is_targeted
 from attnflow.faithfulness.example import line
@@ -187,7 +187,8 @@ class Worker:
             targets = alone
             traces = [_of_target(trace, own) for trace, own in zip(traces, alone, strict=True)]
         elif self._targeted:
-            targets = [target if callable(target) else trace.target and trace.target["target"] for trace in traces]
+            named = isinstance(as_target(target), Classes)
+            targets = [trace.target and trace.target["target"] if named else target for trace in traces]
         logits = getattr(traces[0].output, "logits", traces[0].output)
         return traces, targets, _predicted(logits) or [{} for _ in batch]
 
@@ -324,7 +325,7 @@ def _of_target(trace: Trace, target: Callable[[Any], torch.Tensor]) -> Trace:
     return replace(
         trace,
         target={**(trace.target or {}), "target": target.__name__},
-        entered=None if entered is None else entered._replace(targets=(asked(target),)),
+        entered=None if entered is None else entered._replace(targets=(as_target(target),)),
     )
 
 
