@@ -101,8 +101,17 @@ class Study:
 
     @property
     def steps(self) -> Steps:
-        """The functions of its module, which is loaded now."""
-        return cast("Steps", import_module(f"attnflow.studies.{self.module}"))
+        """The functions of its module, which is loaded now.
+
+        Raises ModuleNotFoundError where the module needs the extra "studies".
+        """
+        try:
+            return cast("Steps", import_module(f"attnflow.studies.{self.module}"))
+        except ModuleNotFoundError as error:
+            needed = str(error.name).partition(".")[0]
+            raise ModuleNotFoundError(
+                f"the study {self.name} needs {needed}: pip install 'attnflow[studies]'"
+            ) from error
 
 
 STUDIES: dict[str, Study] = {

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn.metrics import cohen_kappa_score, roc_auc_score
 
 from attnflow.capturing import demo, vision
 from attnflow.faithfulness.metrics import METRICS, deletion, deletion_gap, insertion
@@ -38,7 +39,7 @@ from attnflow.studies.comparison import (
     traced,
 )
 from attnflow.studies.page import Explained, write_page
-from attnflow.studies.probe import FOLDS, PENALTY, Probe, Validated, auc, cross_validated, features, quadratic_kappa
+from attnflow.studies.probe import FOLDS, PENALTY, Probe, Validated, cross_validated, features
 from attnflow.studies.record import Record, checksums, scored
 
 PUBLISHED = (
@@ -252,15 +253,15 @@ def _quality(validated: Validated, grades: NDArray[np.int64], seed: int) -> dict
     ill = grades > grades.min()
     rng = np.random.default_rng(seed)
     samples = [rng.integers(0, len(grades), len(grades)) for _ in range(1000)]
-    areas = [auc(validated.disease[one], ill[one]) for one in samples if 0 < ill[one].sum() < len(one)]
+    areas = [roc_auc_score(ill[one], validated.disease[one]) for one in samples if 0 < ill[one].sum() < len(one)]
     return {
-        "disease AUC": round(auc(validated.disease, ill), 4),
+        "disease AUC": round(float(roc_auc_score(ill, validated.disease)), 4),
         "disease AUC, 95 % interval": np.quantile(areas, (0.025, 0.975)).round(4).tolist(),
         "grade accuracy": round(float(np.mean(validated.grade == grades)), 4),
         "accuracy of the commonest grade": round(
             float(np.unique(grades, return_counts=True)[1].max() / len(grades)), 4
         ),
-        "grade quadratic kappa": round(quadratic_kappa(validated.grade, grades), 4),
+        "grade quadratic kappa": round(float(cohen_kappa_score(validated.grade, grades, weights="quadratic")), 4),
         "photographs": len(grades),
         "with disease": int(ill.sum()),
     }
