@@ -17,7 +17,7 @@ from attnflow.files import destination, write_whole
 
 LEADERBOARD = "leaderboard.md"
 _FORMAT = "attnflow-study-2"
-_PACKAGES = ("attnflow", "numpy", "scipy", "numba", "torch", "transformers")
+_PACKAGES = ("attnflow", "numpy", "scipy", "numba", "torch", "transformers", "scikit-learn")
 
 
 class Score(NamedTuple):
