@@ -30,7 +30,7 @@ def test_what_is_written_is_read(tmp_path):
     assert read.settings == {"seed": 1}
 
 
-def test_the_league_holds_every_study_of_the_folder(tmp_path):
+def test_the_leaderboard_holds_every_study_of_the_folder(tmp_path):
     record("one", RAW, RANDOM).save(tmp_path)
     record("two", RAW._replace(direction="down"), RANDOM._replace(direction="down"), words=["Random wins."]).save(
         tmp_path
@@ -56,7 +56,7 @@ def test_data_that_are_absent_are_named_with_where_to_get_them(tmp_path):
     assert checksums([tmp_path / "here.txt"])["here.txt"].startswith("2d711642b726b044")
 
 
-def test_the_league_in_the_docs_is_that_of_the_records_beside_it():
+def test_the_leaderboard_in_the_docs_is_that_of_the_records_beside_it():
     records = [load(path) for path in sorted(STUDIES.glob("*.json"))]
     assert leaderboard(records) == (STUDIES / "leaderboard.md").read_text()
     assert all(one.settings["seed"] == 0 and one.versions and one.data for one in records)
