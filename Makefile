@@ -52,10 +52,10 @@ versions:
 	uvx nox
 
 benchmark: $(VENV)/dev
-	$(BIN)/python benchmarks/road.py
+	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python benchmarks/flow.py
 	$(BIN)/python benchmarks/capture.py
-	$(BIN)/python benchmarks/blankout.py
+	$(BIN)/python benchmarks/score.py
 
 sweep: $(VENV)/dev
 	mkdir -p out

@@ -32,8 +32,8 @@ Job = tuple[nn.Module, list[Any], dict[str, Any]]
 class Task:
     """One job. title and words: as the page has them. metrics: names in METRICS, the first orders the table.
 
-    load: makes the job from the folder of data and one for what is trained. count: the examples taken, evenly. more:
-    what is measured beside all methods and the baselines that take a few passes.
+    load: makes the job from the folder of data and one for what is trained. count: the examples taken, at equal
+    distances. more: what is measured beside all methods and the baselines that take a few passes.
     """
 
     title: str

@@ -277,7 +277,7 @@ ERRORS = {
     "escape": (["text", "Hi", "-o", "a\x1b[31m\n/b.png"], r"cannot write 'a\x1b[31m\n/b.png': the folder"),
     "escape in an option": (["text", "Hi", "--a\x1b[31m"], r"--a\x1b[31m"),
     "device without numbers": (["text", "Hi", "--device", "meta"], "device 'meta' cannot be used here"),
-    "study's model": (["study", "sst2", "--model", ""], "--model is empty"),
+    "study's model": (["study", "sst2", "--model", ""], "--model: it is empty"),
     "study's file": (["study", "sst2", "-o", photograph], "one.jpg does not exist"),
     "16 bits": (["image", sixteen_bits], "cannot be read as an image: its pixels are of mode I;16"),
     "not UTF-8": (["text", "caf\udce9"], "the text is not valid UTF-8"),

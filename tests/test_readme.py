@@ -46,12 +46,12 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", ["README.md", "docs/studies/README.md"])
 def test_figures_of_studies_are_those_of_their_records(page):
     """Every figure in the rows of the table of jobs stands, as it is, among the findings that the studies wrote."""
-    league = re.sub(r"\([^)]*\)", "", (ROOT / "docs/studies/league.md").read_text())  # without the intervals
+    leaderboard = re.sub(r"\([^)]*\)", "", (ROOT / "docs/studies/leaderboard.md").read_text())  # without the intervals
     table = (ROOT / page).read_text().split("| job |")[1].split("\n\n")[0]
     figures = re.findall(r"-?\.\d+", table)
     assert len(figures) > 15
     for figure in figures:
-        assert re.search(rf"(?<![\d-]){re.escape(figure.replace('.', '0.'))}(?!\d)", league), figure
+        assert re.search(rf"(?<![\d-]){re.escape(figure.replace('.', '0.'))}(?!\d)", leaderboard), figure
 
 
 def test_figures_of_the_leaderboard_are_those_of_its_page():

@@ -1,4 +1,4 @@
-"""The record of a study: what is written is what is read, and the league table is made of all records."""
+"""The record of a study: what is written is what is read, and the leaderboard is made of all records."""
 
 import json
 import math
@@ -6,36 +6,36 @@ from pathlib import Path
 
 import pytest
 
-from attnflow.studies.record import Record, Standing, checksums, league, load, required
+from attnflow.studies.record import Record, Score, checksums, leaderboard, load, required
 
 STUDIES = Path(__file__).parents[1] / "docs" / "studies"
 
 
-def record(study, *standings, words=("One sentence.",)):
+def record(study, *scores, words=("One sentence.",)):
     settings, tables = {"seed": 1}, {"table 1": {"raw": [0.5, math.nan]}}
-    return Record(study=study, settings=settings, data={}, tables=tables, standings=standings, words=words)
+    return Record(study=study, settings=settings, data={}, tables=tables, scores=scores, words=words)
 
 
-RAW = Standing("agreement", "up", "raw", 0.5, 0.4, 0.6, 20)
-RANDOM = Standing("agreement", "up", "random", 0.0, -0.1, 0.1, 20)
+RAW = Score("agreement", "up", "raw", 0.5, 0.4, 0.6, 20)
+RANDOM = Score("agreement", "up", "random", 0.0, -0.1, 0.1, 20)
 
 
 def test_what_is_written_is_read(tmp_path):
     path = record("one", RAW, RANDOM._replace(mean=math.nan)).save(tmp_path / "studies")
     read = load(path)
-    assert read.standings[0] == RAW
-    assert math.isnan(read.standings[1].mean)
+    assert read.scores[0] == RAW
+    assert math.isnan(read.scores[1].mean)
     assert read.tables == {"table 1": {"raw": [0.5, None]}}
     assert read.versions["torch"]
     assert read.settings == {"seed": 1}
 
 
-def test_the_league_holds_every_study_of_the_folder(tmp_path):
+def test_the_leaderboard_holds_every_study_of_the_folder(tmp_path):
     record("one", RAW, RANDOM).save(tmp_path)
     record("two", RAW._replace(direction="down"), RANDOM._replace(direction="down"), words=["Random wins."]).save(
         tmp_path
     )
-    table = (tmp_path / "league.md").read_text()
+    table = (tmp_path / "leaderboard.md").read_text()
     assert "| one: agreement ↑ | **0.500** (0.400 to 0.600) | 0.000 (-0.100 to 0.100) |" in table
     assert "| two: agreement ↓ | 0.500 (0.400 to 0.600) | **0.000** (-0.100 to 0.100) |" in table
     assert "## two\n\n- Random wins.\n" in table
@@ -56,7 +56,7 @@ def test_data_that_are_absent_are_named_with_where_to_get_them(tmp_path):
     assert checksums([tmp_path / "here.txt"])["here.txt"].startswith("2d711642b726b044")
 
 
-def test_the_league_in_the_docs_is_that_of_the_records_beside_it():
+def test_the_leaderboard_in_the_docs_is_that_of_the_records_beside_it():
     records = [load(path) for path in sorted(STUDIES.glob("*.json"))]
-    assert league(records) == (STUDIES / "league.md").read_text()
+    assert leaderboard(records) == (STUDIES / "leaderboard.md").read_text()
     assert all(one.settings["seed"] == 0 and one.versions and one.data for one in records)

@@ -12,10 +12,11 @@ import torch
 from attnflow import baselines, capture, cli
 from attnflow.faithfulness import metrics
 from attnflow.studies import record
-from attnflow.studies.verb_data import UNKNOWN, lessons, read
+from attnflow.studies.comparison import Failures
+from attnflow.studies.verb_data import UNKNOWN, read, training_sentences
 from attnflow.studies.verb_measure import COLUMN_SUM, GRADIENTS, REFERENCES, STUDIED, correlations, measure
 from attnflow.studies.verb_measure import gradients as input_gradients
-from attnflow.studies.verb_number import CHOSEN
+from attnflow.studies.verb_number import EXAMPLES
 from attnflow.studies.verb_training import Recipe, load_checkpoint, save_checkpoint, train
 
 
@@ -31,23 +32,29 @@ def trained(sentences):
 
 @pytest.fixture(scope="module")
 def measured(trained, sentences):
-    return list(measure(trained, sentences.test[:12], 0, lambda done, total: None))
+    return list(measure(trained, sentences.test[:12], 0, Failures(), lambda done, total: None))
 
 
 def test_no_test_sentence_is_trained_on(sentences):
     held_out = sentences.held_out()
     assert len(sentences.test) == 60
-    assert all(one.words not in held_out for one in islice(lessons(sentences, np.random.default_rng(0)), 3000))
+    assert all(
+        one.words not in held_out for one in islice(training_sentences(sentences, np.random.default_rng(0)), 3000)
+    )
     assert not held_out & {one.words for pool in (sentences.natural, sentences.attracted) for one in pool}
 
 
-def test_the_chosen_sentences_are_of_known_words(sentences):
-    assert {word for one in CHOSEN for word in one.split()} <= set(sentences.vocabulary())
+def test_the_example_sentences_are_of_known_words(sentences):
+    assert {word for one in EXAMPLES for word in one.split()} <= set(sentences.vocabulary())
 
 
 def test_the_last_noun_does_not_tell_the_number_in_training(sentences):
     """Words that are plural nouns without doubt: as likely last before a singular as before a plural verb."""
-    last = [one.plural for one in islice(lessons(sentences, np.random.default_rng(0)), 6000) if one.words[-1] == "NNS"]
+    last = [
+        one.plural
+        for one in islice(training_sentences(sentences, np.random.default_rng(0)), 6000)
+        if one.words[-1] == "NNS"
+    ]
     natural = [one.plural for one in sentences.natural if one.words[-1] == "NNS"]
     attracted = [one.plural for one in sentences.attracted if one.words[-1] == "NNS"]
     assert np.mean(attracted) < 0.2 < np.mean(last) < 0.8 < np.mean(natural)
@@ -67,7 +74,7 @@ def test_a_checkpoint_is_the_model_and_says_how_it_was_made(trained, sentences, 
 
 def test_blank_out_and_gradients_are_those_of_the_library(trained, sentences):
     one = next(one for one in sentences.test if len(one.words) > 4)
-    (found,) = measure(trained, [one], 0, lambda done, total: None)
+    (found,) = measure(trained, [one], 0, Failures(), lambda done, total: None)
     ids = trained.ids([one.words])
 
     def score(keep):

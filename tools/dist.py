@@ -54,6 +54,13 @@ model = torch.nn.TransformerEncoder(layer, 2).eval()
 found = attnflow.explain(model, torch.randn(1, 5, 16), "integrated-gradients", target=0)
 assert found.scores.shape == (1, 5)
 """,
+    "studies": """
+import numpy, torch
+from attnflow.studies.probe import cross_validated
+grades = numpy.repeat([0, 1], 10)
+found = cross_validated(torch.from_numpy(grades[:, None] + 0.0), grades, seed=0)
+assert (found.grade == grades).all()
+""",
     "demo": """
 import attnflow
 model, tokenizer = attnflow.load_model()

@@ -174,7 +174,9 @@ def _taken(x: torch.Tensor | None, rows: Rows) -> torch.Tensor | None:
 
 
 def _take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Some rows of the two outer axes as one axis: a view where they lie evenly. An axis of 1 stands for any number."""
+    """Some rows of the two outer axes as one axis: a view where they are equally spaced. An axis of 1 stands for
+    any number.
+    """
     firsts, seconds = ([row[axis] if x.shape[axis] > 1 else 0 for row in rows] for axis in (0, 1))
     if len(set(firsts)) == 1:
         return x[firsts[0]][_span(seconds)]
@@ -184,7 +186,7 @@ def _take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _span(indices: list[int]) -> slice | list[int]:
-    """Indices as a slice where they lie evenly; the same one again and again stands for any number."""
+    """Indices as a slice where they are equally spaced; the same one again and again stands for any number."""
     start, step = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
     if len(set(indices)) == 1:
         return slice(start, start + 1)

@@ -95,7 +95,7 @@ def gradient_correlation(relevance: Floats, gradient: Floats, rank: Rank = "spea
     return correlation(np.abs(relevance), np.abs(gradient), rank)
 
 
-def sameness(relevance: Floats, randomised: Floats) -> float:
+def randomised_correlation(relevance: Floats, randomised: Floats) -> float:
     """The size of the rank correlation with the relevance for a model whose weights were shuffled, in [0, 1].
 
     Adebayo et al. 2018, with all weights at once; `randomisation.cascade` goes layer after layer. What stays the same
@@ -263,7 +263,7 @@ METRICS: dict[str, Metric] = {
     "deletion-gap": Metric(deletion_gap, "up", "score", ("text", "image"), "Mehri et al. 2025"),
     "positive-perturbation": Metric(positive_perturbation, "down", "correct", ("image",), "Chefer et al. 2021"),
     "negative-perturbation": Metric(negative_perturbation, "up", "correct", ("image",), "Chefer et al. 2021"),
-    "randomised-weights": Metric(sameness, "down", "randomised", (), "Adebayo et al. 2018"),
+    "randomised-weights": Metric(randomised_correlation, "down", "randomised", (), "Adebayo et al. 2018"),
     "pixel-accuracy": Metric(segmentation.pixel_accuracy, "up", "mask", ("mask",), "Chefer et al. 2021"),
     "mean-iou": Metric(segmentation.mean_iou, "up", "mask", ("mask",), "Chefer et al. 2021"),
     "average-precision": Metric(

@@ -138,7 +138,7 @@ def _top(ends: Scale) -> float:
 
 
 def colour_bar(figure: Figure, mesh: Any, ends: Scale, **place: Any) -> None:
-    """The scores of five or six evenly spaced colours, both ends among them; at an upright bar the highest beyond.
+    """The scores of five or six equally spaced colours, both ends among them; at an upright bar the highest beyond.
 
     place: where, as matplotlib takes it.
     """

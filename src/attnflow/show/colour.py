@@ -16,7 +16,7 @@ RGB: TypeAlias = tuple[int, int, int]
 Ramp: TypeAlias = NDArray[np.float64]
 
 # Three control points (lightness, green-red, blue-yellow) of a quadratic curve in OKLab (Ottosson 2020), where
-# equal steps look equal. Lightness runs evenly from the first to the last.
+# equal steps look equal. Lightness changes in equal steps from the first to the last.
 GROUND: Ramp = np.array([[0.24, 0.00, -0.09], [0.585, -0.11, -0.08], [0.93, -0.03, 0.15]])
 PAPER: Ramp = np.array([[0.98, -0.01, 0.02], [0.63, -0.13, -0.04], [0.28, 0.01, -0.12]])
 # Two such curves that meet at white, as dark at one end as at the other.

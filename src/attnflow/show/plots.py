@@ -75,7 +75,7 @@ def layer_map(relevance: Relevance) -> Figure:
 
     Colours run from 0 to the highest score of the map and follow the square root of the score, as the colour bar
     shows, so that words remain visible beside the query's own position; if some scores are negative, they run
-    evenly to both sides of 0, which is white. What is exactly 0 is hatched. The foot says what else must be known.
+    symmetric about 0, which is white. What is exactly 0 is hatched. The foot says what else must be known.
     """
     return layer_maps([relevance])
 

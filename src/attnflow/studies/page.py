@@ -30,13 +30,10 @@ class Explained(NamedTuple):
     maps: Mapping[str, NDArray[np.float64]]
 
 
-def write_page(folder: Path, shown: Sequence[Explained], words: Sequence[str]) -> Path:
-    """Write `folder`/index.html, which holds its pictures; returns the page."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_page(path: Path, shown: Sequence[Explained], words: Sequence[str]) -> Path:
+    """Write a page, which holds its pictures; returns its path."""
     title = "What the model looked at in photographs of the retina"
-    return save_list(
-        folder / "index.html", title, examples=[*map(_listed, shown)], words=[*words, _SCALE], warning=_WARNING
-    )
+    return save_list(path, title, examples=[*map(_listed, shown)], words=[*words, _SCALE], warning=_WARNING)
 
 
 def _listed(one: Explained) -> Listed:

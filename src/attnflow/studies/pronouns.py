@@ -8,6 +8,8 @@ one whose pieces have more relevance, summed, from the position at which the pro
 from __future__ import annotations
 
 import csv
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +19,16 @@ import torch
 
 from attnflow.capturing import huggingface
 from attnflow.capturing.models import load_model
-from attnflow.faithfulness.results import Row, Summary
+from attnflow.faithfulness.results import Row
 from attnflow.show import canvas
 from attnflow.show.colour import PAPER
-from attnflow.studies import stories
-from attnflow.studies.contest import (
+from attnflow.studies import ModelOptions, Progress, stories
+from attnflow.studies.comparison import (
     STUDIED,
+    Failures,
     Floats,
-    Progress,
     baselines,
+    best,
     means,
     methods,
     ranked,
@@ -34,7 +37,7 @@ from attnflow.studies.contest import (
     topmost,
     traced,
 )
-from attnflow.studies.record import Record, checksums, required, standings
+from attnflow.studies.record import Record, checksums, required, scored
 from attnflow.trace import Trace
 
 PUBLISHED = "https://github.com/rudinger/winogender-schemas (data/templates.tsv)"
@@ -90,76 +93,103 @@ class Answer(NamedTuple):
     relevance: Mapping[str, Floats]
 
 
-def study(
-    data: Path,
-    *,
-    picture: Path | None = None,
-    model: str | None = None,
-    small: bool = False,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Record:
-    """Count how often every method, at every layer, points to the referent that the model prefers.
+class Loaded(NamedTuple):
+    """A language model, the sentences that it can be asked about, and the files that were read."""
 
-    picture: a file for the paper's two sentences as figure 4 shows them. model: a masked or causal language model in a
-    folder or on the hub; by default stories260K.
+    options: ModelOptions
+    asked: Model
+    cases: list[Case]
+    files: list[Path]
 
-    Raises FileNotFoundError without the templates or stories260K, ValueError for a model without a trained head.
+
+def load(data: Path, options: ModelOptions, progress: Progress) -> Loaded:
+    """The templates of Winogender, and a masked or causal language model: by default stories260K.
+
+    Raises FileNotFoundError without the templates or stories260K, ValueError for a model without a trained head or
+    without pronouns.
     """
     (file,) = required(data / "pronoun", "winogender_templates.tsv", published=PUBLISHED)
     used = [file]
-    if model is None:
+    if options.model is None:
         used += required(data / "stories260k", *stories.FILES, published=stories.PUBLISHED)
         asked = Model(*stories.load(used[1].parent), masked=False)
     else:
-        asked = load(model)
-    everything = [case for case in cases(file) if asked.ids(case)]
-    chosen = everything[: SMALL if small else None]
+        asked = language_model(options.model)
+    chosen = [case for case in cases(file) if asked.ids(case)][: SMALL if options.small else None]
     if not chosen:
         raise ValueError("no pronoun is a single token of this model; take another model")
+    return Loaded(options, asked, chosen, used)
+
+
+def measure(loaded: Loaded, progress: Progress) -> Record:
+    """Count how often every method, at every layer, points to the referent that the model prefers."""
+    options, asked = loaded.options, loaded.asked
     rows: dict[str, list[Row]] = {NEARER: [], FARTHER: []}
     boys = 0
-    failed: dict[str, str] = {}
-    for number, case in enumerate(chosen):
-        answer = ask(asked, case, seed, failed)
+    failures = Failures()
+    for place, case in enumerate(loaded.cases):
+        answer = ask(asked, case, options.seed, failures)
         his = answer.probabilities[0] > answer.probabilities[1]
         boys += his
         last = case.before.rfind(PEOPLE[0]) > case.before.rfind(PEOPLE[1])
-        rows[NEARER if his == last else FARTHER] += _rows(number, answer, his=his)
-        if progress:
-            progress(number + 1, len(chosen))
-    measured = {TASK: summaries([*rows[NEARER], *rows[FARTHER]], seed)}
-    measured |= {f"{TASK}, where that is {side}": summaries(found, seed) for side, found in rows.items() if found}
-    figure = [(case, ask(asked, case, seed, failed)) for case in FIGURE if asked.ids(case)]
-    if picture and figure:
-        canvas.save_figure(_figure4(figure), picture)
-    kind = "masked" if asked.masked else "causal"
+        rows[NEARER if his == last else FARTHER] += _rows(place, answer, his=his)
+        progress("sentences", place + 1, len(loaded.cases))
+    measured = {TASK: summaries([*rows[NEARER], *rows[FARTHER]], options.seed)}
+    measured |= {_of_side(side): summaries(found, options.seed) for side, found in rows.items() if found}
+    figure = [_shown(asked, case, ask(asked, case, options.seed, Failures())) for case in FIGURE if asked.ids(case)]
     return Record(
         study="pronouns",
         settings={
-            "model": Path(model).name if model else "stories260K",
-            "kind": kind,
-            "sentences": len(chosen),
+            "model": Path(options.model).name if options.model else "stories260K",
+            "kind": "masked" if asked.masked else "causal",
+            "sentences": len(loaded.cases),
             "people": list(PEOPLE),
             "query": "the mask" if asked.masked else "the last position before the pronoun",
             "target": "log-odds of the two pronouns",
-            "seed": seed,
+            "seed": options.seed,
         },
-        data=checksums(used),
+        data=checksums(loaded.files),
         tables={
-            "the model prefers the boy": round(boys / len(chosen), 4),
+            "the model prefers the boy": round(boys / len(loaded.cases), 4),
             **{task: table(entries)["pointing-game"] for task, entries in measured.items()},
-            "figure 4": [_shown(asked, case, answer) for case, answer in figure],
-        }
-        | ({"failed": failed} if failed else {}),
-        standings=[
-            one for task, entries in measured.items() for one in standings(task, topmost(entries, "pointing-game"))
-        ],
-        words=_words(measured, boys / len(chosen), figure, kind),
+            "figure 4": figure,
+            **failures.table,
+        },
+        scores=[one for task, entries in measured.items() for one in scored(task, topmost(entries, "pointing-game"))],
     )
 
 
-def load(name: str) -> Model:
+def sentences(record: Record) -> list[str]:
+    """What the numbers say, one sentence each."""
+    tasks = list(dict.fromkeys(one.task for one in record.scores))
+    rates = {task: means(record.of(task)) for task in tasks}
+    place = rates[TASK]["position"]
+    words = [
+        f"A {record.settings['kind']} language model, {record.settings['sentences']} sentences: it prefers the boy in "
+        f"{record.tables['the model prefers the boy']:.0%} of them and the nearer referent in {place:.0%}; so always "
+        f"naming the farther one would be right in {1 - place:.0%}.",
+        *(
+            f"{task[0].upper()}{task[1:]} ({record.of(task)[0].n} sentences), top layer: {ranked(record.of(task))}."
+            for task in tasks
+        ),
+    ]
+    if len(tasks) == 3:
+        words.append(_beyond_place(rates[_of_side(NEARER)], rates[_of_side(FARTHER)]))
+    return words + [_sentence(case, shown) for case, shown in _figure(record)]
+
+
+def page(loaded: Loaded, record: Record, path: Path, progress: Progress) -> None:
+    """Draw the paper's two sentences as its figure 4 shows them, of those whose pronouns the model has."""
+    if figure := _figure(record):
+        canvas.save_figure(_figure4(figure), path)
+
+
+def _of_side(side: str) -> str:
+    """The task of the sentences where the model prefers the referent of one side."""
+    return f"{TASK}, where that is {side}"
+
+
+def language_model(name: str) -> Model:
     """A masked or causal language model: masked if its tokenizer has a mask.
 
     Raises ValueError if there is none of this name, or it has no trained head.
@@ -184,7 +214,7 @@ def cases(file: Path) -> list[Case]:
     return found
 
 
-def ask(asked: Model, case: Case, seed: int, failed: dict[str, str]) -> Answer:
+def ask(asked: Model, case: Case, seed: int, failures: Failures) -> Answer:
     """The model's probabilities and the relevance of the two referents, pieces summed, from where the gap is read."""
     ids = asked.ids(case)
     assert ids
@@ -200,7 +230,7 @@ def ask(asked: Model, case: Case, seed: int, failed: dict[str, str]) -> Answer:
     shares = trace.output.logits[0, query].detach().double().softmax(-1)
     places = [_places(trace, word) for word in case.referents]
     found: dict[str, Floats] = {}
-    for name, relevance in methods(trace, query=query, layer="all", failed=failed):
+    for name, relevance in methods(trace, query=query, layer="all", failures=failures):
         found[name] = _of(relevance.every_layer[:, 0], places)
     known = baselines(trace, asked.model, inputs, target=log_odds, seed=seed)
     known["gradient-x-input"] = np.abs(known["gradient-x-input"])
@@ -212,8 +242,8 @@ def ask(asked: Model, case: Case, seed: int, failed: dict[str, str]) -> Answer:
 def _places(trace: Trace, word: str) -> list[int]:
     """The positions of the pieces of a word that occurs once."""
     pieces: dict[int, list[int]] = {}
-    for position, number in enumerate(trace.words or ()):
-        pieces.setdefault(number, []).append(position)
+    for position, word_number in enumerate(trace.words or ()):
+        pieces.setdefault(word_number, []).append(position)
     for place in pieces.values():
         label = "".join(trace.tokens[position].removeprefix("##") for position in place)
         if label.removeprefix("␣").casefold() == word.casefold():
@@ -226,13 +256,13 @@ def _of(scores: Floats, places: Sequence[Sequence[int]]) -> Floats:
     return np.stack([scores[:, list(place)].sum(axis=1) for place in places], axis=1)
 
 
-def _rows(number: int, answer: Answer, *, his: bool) -> Iterator[Row]:
+def _rows(example: int, answer: Answer, *, his: bool) -> Iterator[Row]:
     """Whether each method points to the preferred referent; a tie counts half."""
     preferred, other = (0, 1) if his else (1, 0)
     for name, scores in answer.relevance.items():
         for layer, pair in enumerate(scores):
             value = float(np.sign(pair[preferred] - pair[other]) + 1) / 2
-            yield Row(number, name, layer if name in STUDIED else None, "pointing-game", value)
+            yield Row(example, name, layer if name in STUDIED else None, "pointing-game", value)
 
 
 def _shown(asked: Model, case: Case, answer: Answer) -> dict[str, Any]:
@@ -247,17 +277,23 @@ def _shown(asked: Model, case: Case, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _figure4(figure: Sequence[tuple[Case, Answer]]) -> Any:
+def _figure(record: Record) -> list[tuple[Case, Mapping[str, Any]]]:
+    """The paper's sentences that were asked, each with its entry in the record."""
+    cases = {case.referents: case for case in FIGURE}
+    return [(cases[tuple(entry["referents"])], entry) for entry in record.tables["figure 4"]]
+
+
+def _figure4(figure: Sequence[tuple[Case, Mapping[str, Any]]]) -> Any:
     """Layer x referent maps beside bars of the probabilities."""
-    names = [name for name in STUDIED if all(name in answer.relevance for _, answer in figure)]
+    names = [name for name in STUDIED if all(name in shown["relevance by layer"] for _, shown in figure)]
     drawn = canvas.blank(1.7 * len(names) + 2.2, 2.6 * len(figure))
     grid = drawn.subplots(len(figure), len(names) + 1, squeeze=False)
-    for panels, (case, answer) in zip(grid, figure, strict=True):
+    for panels, (case, shown) in zip(grid, figure, strict=True):
         for axes, name in zip(panels, names, strict=False):
-            _panel(axes, answer.relevance[name], case.referents)
+            _panel(axes, np.array(shown["relevance by layer"][name]), case.referents)
             canvas.title(axes, name)
         panels[0].set_ylabel("layer")
-        panels[-1].bar(case.pronouns, answer.probabilities, color="#475569", width=0.6)
+        panels[-1].bar(case.pronouns, [*shown["probability"].values()], color="#475569", width=0.6)
         panels[-1].tick_params(labelsize=8)
         canvas.title(panels[-1], "probability")
     return drawn
@@ -276,38 +312,21 @@ def _panel(axes: Any, relevance: Floats, referents: tuple[str, str]) -> None:
     axes.tick_params(length=0)
 
 
-def _words(
-    measured: Mapping[str, list[Summary]], boys: float, figure: Sequence[tuple[Case, Answer]], kind: str
-) -> list[str]:
-    """The findings, each from the numbers."""
-    tops = {task: topmost(entries, "pointing-game") for task, entries in measured.items()}
-    count = tops[TASK][0].n
-    rates = {task: means(top) for task, top in tops.items()}
-    words = [
-        f"A {kind} language model, {count} sentences: it prefers the boy in {boys:.0%} of them and the nearer referent "
-        f"in {rates[TASK]['position']:.0%}; so always naming the farther one would be right in "
-        f"{1 - rates[TASK]['position']:.0%}.",
-        *(
-            f"{task[0].upper()}{task[1:]} ({top[0].n} sentences), top layer: {ranked(top)}."
-            for task, top in tops.items()
-        ),
-    ]
-    if len(rates) == 3:
-        _, nearer, farther = rates.values()
-        even = {name: (nearer[name] + farther[name]) / 2 for name in nearer}
-        best = max((name for name in STUDIED if name in even), key=lambda name: even[name])
-        listed = ", ".join(f"{name} {value:.2f}" for name, value in sorted(even.items(), key=lambda one: -one[1]))
-        words.append(
-            f"The mean of both sides, where place alone has 0.50: {listed}. That is what a method knows of the model's "
-            f"choice beyond place; {best} knows most of the methods."
-        )
-    return words + [_sentence(case, answer) for case, answer in figure]
+def _beyond_place(nearer: Mapping[str, float], farther: Mapping[str, float]) -> str:
+    """What the methods know beside place, of the rates on the two sides."""
+    both = defaultdict(lambda: math.nan, {name: (nearer[name] + farther[name]) / 2 for name in nearer})
+    listed = ", ".join(f"{name} {value:.2f}" for name, value in sorted(both.items(), key=lambda one: -one[1]))
+    return (
+        f"The mean of both sides, where place alone has 0.50: {listed}. That is what a method knows of the model's "
+        f"choice beyond place; {best(both)} knows most of the methods."
+    )
 
 
-def _sentence(case: Case, answer: Answer) -> str:
+def _sentence(case: Case, shown: Mapping[str, Any]) -> str:
     """What the model and the methods at the top layer say of a case of figure 4."""
-    probable = int(np.argmax(answer.probabilities))
-    tops = {name: answer.relevance[name][-1] for name in STUDIED if name in answer.relevance}
+    probabilities = [shown["probability"][word] for word in case.pronouns]
+    tops = {name: layers[-1] for name, layers in shown["relevance by layer"].items()}
     pointed = ", ".join(f"{name} points to {case.referents[int(np.argmax(pair))]}" for name, pair in tops.items())
-    his, hers = (f"P({word}) = {share:.3g}" for word, share in zip(case.pronouns, answer.probabilities, strict=True))
-    return f'"{case.before} ... {case.after}": {his}, {hers}, so {case.referents[probable]}; {pointed}.'
+    his, hers = (f"P({word}) = {share:.3g}" for word, share in zip(case.pronouns, probabilities, strict=True))
+    probable = case.referents[int(np.argmax(probabilities))]
+    return f'"{case.before} ... {case.after}": {his}, {hers}, so {probable}; {pointed or "no method was had"}.'

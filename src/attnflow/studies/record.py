@@ -1,4 +1,4 @@
-"""What a study found, as JSON that says how it was made; and the league table over the studies in a folder."""
+"""What a study found, as JSON that says how it was made; and the leaderboard of the studies in a folder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnflow.faithfulness.results import Summary
-from attnflow.files import write_whole
+from attnflow.files import destination, write_whole
 
-LEAGUE = "league.md"
-_FORMAT = "attnflow-study-1"
-_PACKAGES = ("attnflow", "numpy", "scipy", "numba", "torch", "transformers")
+LEADERBOARD = "leaderboard.md"
+_FORMAT = "attnflow-study-2"
+_PACKAGES = ("attnflow", "numpy", "scipy", "numba", "torch", "transformers", "scikit-learn")
 
 
-class Standing(NamedTuple):
-    """How a method or a baseline did on one task of a study: one cell of the league table.
+class Score(NamedTuple):
+    """How a method or a baseline did on one task of a study: one cell of the leaderboard.
 
     task: what was asked, in a few words, the same for all methods compared. direction: whether more ("up") or less
     ("down") is better. low, high: the 95 % bootstrap interval of the mean over n examples.
@@ -41,25 +41,29 @@ class Record:
     """What a study found, and what is needed to find it again.
 
     settings: every choice that was made, the seed among them. data: file name to SHA-256. tables: the numbers, as JSON
-    takes them, under the names that the docs use. standings: for the league. words: what the numbers say, a sentence
-    each, written by the study from the numbers.
+    takes them, under the names that the docs use. scores: for the leaderboard. words: what the numbers say, a sentence
+    each, made of the numbers once these are saved.
     """
 
     study: str
     settings: Mapping[str, Any]
     data: Mapping[str, str]
     tables: Mapping[str, Any]
-    standings: Sequence[Standing]
+    scores: Sequence[Score]
     words: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
 
+    def of(self, task: str) -> list[Score]:
+        """The scores of one task."""
+        return [one for one in self.scores if one.task == task]
+
     def save(self, folder: Path) -> Path:
-        """Write `folder`/STUDY.json, whole or not at all, and the league table of all studies there anew."""
+        """Write `folder`/STUDY.json, whole or not at all, and the leaderboard of all studies there anew."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": _FORMAT, **_finite(asdict(self))}, ensure_ascii=False, indent=1) + "\n"
         path = write_whole(folder / f"{self.study}.json", lambda file: file.write(text.encode()))
-        table = league(load(one) for one in sorted(folder.glob("*.json")))
-        write_whole(folder / LEAGUE, lambda file: file.write(table.encode()))
+        table = leaderboard(load(one) for one in sorted(folder.glob("*.json")))
+        write_whole(folder / LEADERBOARD, lambda file: file.write(table.encode()))
         return path
 
 
@@ -73,10 +77,9 @@ def load(path: Path) -> Record:
         if content.pop("format") != _FORMAT:
             raise ValueError("another format")
         rows: list[list[Any]] = [
-            [math.nan if value is None else value for value in row] for row in content.pop("standings")
+            [math.nan if value is None else value for value in row] for row in content.pop("scores")
         ]
-        standings = [Standing(*row) for row in rows]
-        return Record(**content, standings=standings)
+        return Record(**content, scores=[Score(*row) for row in rows])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not hold a study that attnflow saved ({error})") from error
 
@@ -111,20 +114,29 @@ def required(folder: Path, *names: str, published: str) -> list[Path]:
     return paths
 
 
-def standings(task: str, summaries: Iterable[Summary]) -> list[Standing]:
-    """One standing for each summary: one metric, one layer per method."""
-    return [Standing(task, one.direction, one.method, one.mean, one.low, one.high, one.n) for one in summaries]
+def check_folder(folder: Path) -> None:
+    """Refuse, before any work, a folder that could not be made or written: OSError."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    destination(there / LEADERBOARD)  # or a folder that is made in it
 
 
-def league(records: Iterable[Record]) -> str:
-    """The league table in Markdown: methods by tasks, the best of each task in bold, then what each study says."""
+def scored(task: str, summaries: Iterable[Summary]) -> list[Score]:
+    """One score for each summary: one metric, one layer per method."""
+    return [Score(task, one.direction, one.method, one.mean, one.low, one.high, one.n) for one in summaries]
+
+
+def leaderboard(records: Iterable[Record]) -> str:
+    """The leaderboard in Markdown: methods by tasks, the best of each task in bold, then what each study says."""
     everything = list(records)
-    columns = [
-        (record.study, task) for record in everything for task in dict.fromkeys(s.task for s in record.standings)
+    columns = [(record.study, task) for record in everything for task in dict.fromkeys(s.task for s in record.scores)]
+    cells = {(record.study, one.task, one.method): one for record in everything for one in record.scores}
+    methods = list(dict.fromkeys(one.method for record in everything for one in record.scores))
+    lines = [
+        "# Leaderboard of the studies",
+        "",
+        "Written by `attnflow study`: means with their 95 % bootstrap intervals.",
+        "",
     ]
-    cells = {(record.study, one.task, one.method): one for record in everything for one in record.standings}
-    methods = list(dict.fromkeys(one.method for record in everything for one in record.standings))
-    lines = ["# League table", "", "Written by `attnflow study`: means with their 95 % bootstrap intervals.", ""]
     lines += ["| study and task | " + " | ".join(methods) + " |", "| --- |" + " --- |" * len(methods)]
     for study, task in columns:
         row = [cells.get((study, task, method)) for method in methods]
@@ -137,14 +149,14 @@ def league(records: Iterable[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _best(row: Sequence[Standing]) -> str | None:
+def _best(row: Sequence[Score]) -> str | None:
     known = [one for one in row if not math.isnan(one.mean)]
     if not known:
         return None
     return (max if known[0].direction == "up" else min)(known, key=lambda one: one.mean).method
 
 
-def _cell(one: Standing, *, best: bool) -> str:
+def _cell(one: Score, *, best: bool) -> str:
     if math.isnan(one.mean):
         return "undefined"
     mean = f"**{one.mean:.3f}**" if best else f"{one.mean:.3f}"

@@ -15,18 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn.metrics import cohen_kappa_score, roc_auc_score
 
 from attnflow.capturing import demo, vision
 from attnflow.faithfulness.metrics import METRICS, deletion, deletion_gap, insertion
-from attnflow.faithfulness.results import Row, Summary
+from attnflow.faithfulness.results import Row
 from attnflow.faithfulness.score import image_score, remembered
-from attnflow.studies.contest import (
+from attnflow.studies import PhotographOptions, Progress
+from attnflow.studies.comparison import (
     STUDIED,
+    Failures,
     Floats,
-    Progress,
     baselines,
+    best,
     means,
     methods,
+    number,
     patches,
     ranked,
     summaries,
@@ -35,8 +39,8 @@ from attnflow.studies.contest import (
     traced,
 )
 from attnflow.studies.page import Explained, write_page
-from attnflow.studies.probe import FOLDS, PENALTY, Probe, Validated, auc, cross_validated, features, quadratic_kappa
-from attnflow.studies.record import Record, checksums, standings
+from attnflow.studies.probe import FOLDS, PENALTY, Probe, Validated, cross_validated, features
+from attnflow.studies.record import Record, checksums, scored
 
 PUBLISHED = (
     "https://www.kaggle.com/competitions/aptos2019-blindness-detection (train.csv and train_images), or any folder of "
@@ -79,80 +83,126 @@ def photographs(folder: Path) -> list[Photograph]:
     return found
 
 
-def study(
-    folder: Path,
-    *,
-    page: Path,
-    limit: int = 16,
-    measured: int = 16,
-    small: bool = False,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Record:
-    """Train and validate the probe on a folder's photographs, measure every method on it, and write overlays.
+class Loaded(NamedTuple):
+    """The photographs in the order in which they are measured and shown, their model, and its probes."""
 
-    page: the folder for index.html and its pictures. limit: the photographs that it shows; measured: those that
-    deletion and insertion are measured on. Both take the grades in turn.
+    options: PhotographOptions
+    folder: Path
+    vision: vision.VisionModel
+    photographs: list[Photograph]
+    probes: Validated
+
+    @property
+    def grades(self) -> NDArray[np.int64]:
+        """The grade of each photograph."""
+        return np.array([one.grade for one in self.photographs])
+
+    def pixels(self, place: int) -> torch.Tensor:
+        """A photograph as the model takes it."""
+        return _pixels(self.vision, self.photographs[place], small=self.options.small)
+
+    def probe(self, place: int) -> Probe:
+        """The probe of the folds that a photograph is not in."""
+        return Probe(self.vision.model, self.probes.heads[self.probes.fold[place]]).eval()
+
+    def count(self, wanted: int) -> int:
+        """How many photographs are taken where so many are wanted."""
+        return min(wanted, len(self.photographs), 2 if self.options.small else wanted)
+
+
+def load(data: Path, options: PhotographOptions, progress: Progress) -> Loaded:
+    """The photographs of a folder, or of fundus_dr in it, the grades in turn, and the probes, trained and validated.
 
     Raises FileNotFoundError without photographs, ValueError for too few of them, with disease or without.
     """
-    if min(limit, measured) < 0:
-        raise ValueError(f"limit and measured are numbers of photographs; they are {limit} and {measured}")
-    everything = photographs(folder)
-    chosen = _in_turn(everything, seed)[: SMALL if small else None]
+    folder = data / "fundus_dr" if (data / "fundus_dr").is_dir() else data
+    chosen = _in_turn(photographs(folder), options.seed)[: SMALL if options.small else None]
     grades = np.array([one.grade for one in chosen])
     healthy = int(grades.min())
     if min(np.sum(grades == healthy), np.sum(grades > healthy)) < FOLDS:
         raise ValueError(f"{folder} needs at least {FOLDS} photographs without disease (grade {healthy}) and with")
-    if small:
-        limit, measured = min(limit, 2), min(measured, 2)
     loaded = vision.load()
-    total = len(chosen) + min(max(limit, measured), len(chosen))
     prepared: list[torch.Tensor] = []
-    for number, one in enumerate(chosen):
+    for place, one in enumerate(chosen):
         with torch.no_grad():
-            prepared.append(features(loaded.model, _pixels(loaded, one, small=small))[0].double())
-        if progress:
-            progress(number + 1, total)
-    validated = cross_validated(torch.stack(prepared), grades, seed)
+            prepared.append(features(loaded.model, _pixels(loaded, one, small=options.small))[0].double())
+        progress("photographs", place + 1, len(chosen))
+    probes = cross_validated(torch.stack(prepared), grades, options.seed)
+    return Loaded(options, folder, loaded, chosen, probes)
+
+
+def measure(loaded: Loaded, progress: Progress) -> Record:
+    """Measure the probe, and every method on it."""
+    options, count = loaded.options, loaded.count(loaded.options.measured)
     rows: list[Row] = []
-    shown: list[Explained] = []
-    failed: dict[str, str] = {}
-    for number, one in enumerate(chosen[: max(limit, measured)]):
-        probe = Probe(loaded.model, validated.heads[validated.fold[number]]).eval()
-        pixels = _pixels(loaded, one, small=small)
-        maps = _maps(probe, pixels, seed, failed)
-        if number < measured:
-            rows += _rows(number, probe, pixels, maps)
-        if number < limit:
-            drawn = {name: grid for name, grid in maps.items() if name in STUDIED or name in DRAWN}
-            shown.append(
-                Explained(one.path, one.grade, int(validated.grade[number]), float(validated.disease[number]), drawn)
-            )
-        if progress:
-            progress(len(chosen) + number + 1, total)
-    entries = summaries(rows, seed)
-    quality = _quality(validated, grades, seed)
-    words = _words(quality, entries, len(chosen))
-    write_page(page, shown, words)
+    failures = Failures()
+    for place in range(count):
+        probe, pixels = loaded.probe(place), loaded.pixels(place)
+        rows += _rows(place, probe, pixels, _maps(probe, pixels, options.seed, failures))
+        progress("measuring", place + 1, count)
+    entries = summaries(rows, options.seed)
     return Record(
         study="retinopathy",
         settings={
             "model": demo.IMAGE,
-            "photographs": len(chosen),
-            "measured": min(measured, len(chosen)),
+            "photographs": len(loaded.photographs),
+            "measured": count,
             "probe": f"logistic regression on [CLS] and mean patch, penalty {PENALTY}, {FOLDS} folds",
-            "disease": f"any grade above {healthy}",
+            "disease": f"any grade above {loaded.grades.min()}",
             "target": "the probe's predicted class (disease or none): its logit for gradients, its probability else",
             "steps": f"{STEPS} of {100 // STEPS} % of the patches",
             "query": "[CLS], top layer",
-            "seed": seed,
+            "seed": options.seed,
         },
-        data=checksums([*folder.glob("train.csv"), *(one.path for one in chosen)]),
-        tables={"probe": quality, "faithfulness": table(entries)} | ({"failed": failed} if failed else {}),
-        standings=[one for name in MEASURES for one in standings(f"{name}, from [CLS]", topmost(entries, name))],
-        words=words,
+        data=checksums([*loaded.folder.glob("train.csv"), *(one.path for one in loaded.photographs)]),
+        tables={
+            "probe": _quality(loaded.probes, loaded.grades, options.seed),
+            "faithfulness": table(entries),
+            **failures.table,
+        },
+        scores=[one for name in MEASURES for one in scored(f"{name}, from [CLS]", topmost(entries, name))],
     )
+
+
+def sentences(record: Record) -> list[str]:
+    """What the numbers say, one sentence each."""
+    quality = record.tables["probe"]
+    low, high = quality["disease AUC, 95 % interval"]
+    words = [
+        f"The probe tells disease from none with AUC {quality['disease AUC']:.2f} ({low:.2f} to {high:.2f}), each of "
+        f"{quality['photographs']} photographs predicted by a probe that was not trained on it.",
+        f"Its grades are right on {quality['grade accuracy']:.0%}, where always naming the commonest is on "
+        f"{quality['accuracy of the commonest grade']:.0%}; quadratic kappa {quality['grade quadratic kappa']:.2f}.",
+        "The maps show what this model attended to, or what its prediction is sensitive to: they are no diagnosis and "
+        "do not mark lesions.",
+    ]
+    measured = {name: record.of(f"{name}, from [CLS]") for name in MEASURES}
+    if not measured["deletion-gap"]:
+        return words
+    gaps = means(measured["deletion-gap"])
+    clear = [one.method for one in measured["deletion-gap"] if one.low > 0]
+    return [
+        *words,
+        *(
+            f"{name.capitalize()} on {record.settings['measured']} photographs: {ranked(found)}."
+            for name, found in measured.items()
+        ),
+        f"Deletion gaps whose interval lies above 0, what a random order has: {', '.join(clear) or 'none'}.",
+        f"Of the methods {best(gaps)} has the largest gap ({number(gaps[best(gaps)])}), nearness to the centre has "
+        f"{number(gaps['centre'])} and the norm of the gradient {number(gaps['gradient-norm'])}.",
+    ]
+
+
+def page(loaded: Loaded, record: Record, path: Path, progress: Progress) -> None:
+    """Write the page of photographs with their maps."""
+    shown: list[Explained] = []
+    for place in range(count := loaded.count(loaded.options.limit)):
+        maps = _maps(loaded.probe(place), loaded.pixels(place), loaded.options.seed, Failures())
+        drawn = {name: grid for name, grid in maps.items() if name in STUDIED or name in DRAWN}
+        one, found = loaded.photographs[place], loaded.probes
+        shown.append(Explained(one.path, one.grade, int(found.grade[place]), float(found.disease[place]), drawn))
+        progress("drawing", place + 1, count)
+    write_page(path, shown, record.words)
 
 
 def _in_turn(everything: Sequence[Photograph], seed: int) -> list[Photograph]:
@@ -160,27 +210,27 @@ def _in_turn(everything: Sequence[Photograph], seed: int) -> list[Photograph]:
     order = np.random.default_rng(seed).permutation(len(everything))
     turn: dict[int, int] = {}
     ranks: list[tuple[int, int, int]] = []
-    for number in order.tolist():
-        grade = everything[number].grade
+    for place in order.tolist():
+        grade = everything[place].grade
         turn[grade] = turn.get(grade, -1) + 1
-        ranks.append((turn[grade], grade, number))
-    return [everything[number] for _, _, number in sorted(ranks)]
+        ranks.append((turn[grade], grade, place))
+    return [everything[place] for _, _, place in sorted(ranks)]
 
 
 def _pixels(loaded: vision.VisionModel, one: Photograph, *, small: bool) -> torch.Tensor:
     return loaded.prepare(vision.open_image(one.path), (112, 112) if small else None)
 
 
-def _maps(probe: Probe, pixels: torch.Tensor, seed: int, failed: dict[str, str]) -> dict[str, Floats]:
+def _maps(probe: Probe, pixels: torch.Tensor, seed: int, failures: Failures) -> dict[str, Floats]:
     """The relevance of the patches (row, column) by every method from [CLS] at the top layer, and by the baselines."""
     trace = traced(probe, pixels, "predicted")
-    scores = {name: one.row for name, one in methods(trace, query=0, layer=-1, failed=failed)}
+    scores = {name: one.row for name, one in methods(trace, query=0, layer=-1, failures=failures)}
     scores |= baselines(trace, probe, pixels, target="predicted", seed=seed)
     grid: Any = trace.grid
     return {name: one[patches(trace)].reshape(grid) for name, one in scores.items()}
 
 
-def _rows(number: int, probe: Probe, pixels: torch.Tensor, maps: dict[str, Floats]) -> list[Row]:
+def _rows(example: int, probe: Probe, pixels: torch.Tensor, maps: dict[str, Floats]) -> list[Row]:
     with torch.no_grad():
         target = int(probe(pixels).argmax())
     grid: Any = next(iter(maps.values())).shape
@@ -192,7 +242,7 @@ def _rows(number: int, probe: Probe, pixels: torch.Tensor, maps: dict[str, Float
         for name in MEASURES
     }
     return [
-        Row(number, name, None, measure, function(grid.ravel(), score[METRICS[measure].image_blank], STEPS))
+        Row(example, name, None, measure, function(grid.ravel(), score[METRICS[measure].image_blank], STEPS))
         for name, grid in maps.items()
         for measure, function in MEASURES.items()
     ]
@@ -203,44 +253,15 @@ def _quality(validated: Validated, grades: NDArray[np.int64], seed: int) -> dict
     ill = grades > grades.min()
     rng = np.random.default_rng(seed)
     samples = [rng.integers(0, len(grades), len(grades)) for _ in range(1000)]
-    areas = [auc(validated.disease[one], ill[one]) for one in samples if 0 < ill[one].sum() < len(one)]
+    areas = [roc_auc_score(ill[one], validated.disease[one]) for one in samples if 0 < ill[one].sum() < len(one)]
     return {
-        "disease AUC": round(auc(validated.disease, ill), 4),
+        "disease AUC": round(float(roc_auc_score(ill, validated.disease)), 4),
         "disease AUC, 95 % interval": np.quantile(areas, (0.025, 0.975)).round(4).tolist(),
         "grade accuracy": round(float(np.mean(validated.grade == grades)), 4),
         "accuracy of the commonest grade": round(
             float(np.unique(grades, return_counts=True)[1].max() / len(grades)), 4
         ),
-        "grade quadratic kappa": round(quadratic_kappa(validated.grade, grades), 4),
+        "grade quadratic kappa": round(float(cohen_kappa_score(validated.grade, grades, weights="quadratic")), 4),
         "photographs": len(grades),
         "with disease": int(ill.sum()),
     }
-
-
-def _words(quality: dict[str, Any], entries: list[Summary], count: int) -> list[str]:
-    """The findings, each from the numbers."""
-    low, high = quality["disease AUC, 95 % interval"]
-    words = [
-        f"The probe tells disease from none with AUC {quality['disease AUC']:.2f} ({low:.2f} to {high:.2f}), each of "
-        f"{count} photographs predicted by a probe that was not trained on it.",
-        f"Its grades are right on {quality['grade accuracy']:.0%}, where always naming the commonest is on "
-        f"{quality['accuracy of the commonest grade']:.0%}; quadratic kappa {quality['grade quadratic kappa']:.2f}.",
-        "The maps show what this model attended to, or what its prediction is sensitive to: they are no diagnosis and "
-        "do not mark lesions.",
-    ]
-    if not entries:
-        return words
-    gaps = {one.method: one for one in entries if one.metric == "deletion-gap"}
-    known = {name: one for name, one in gaps.items() if name in STUDIED}
-    best = max(known, key=lambda name: known[name].mean)
-    clear = [name for name, one in gaps.items() if one.low > 0]
-    return [
-        *words,
-        *(
-            f"{name.capitalize()} on {gaps['random'].n} photographs: {ranked(topmost(entries, name))}."
-            for name in MEASURES
-        ),
-        f"Deletion gaps whose interval lies above 0, what a random order has: {', '.join(clear) or 'none'}.",
-        f"Of the methods {best} has the largest gap ({means(known.values())[best]:.3f}), nearness to the centre has "
-        f"{gaps['centre'].mean:.3f} and the norm of the gradient {gaps['gradient-norm'].mean:.3f}.",
-    ]

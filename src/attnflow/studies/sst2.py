@@ -18,22 +18,25 @@ from attnflow.capturing import demo, huggingface
 from attnflow.capturing.models import load_model
 from attnflow.faithfulness import loading
 from attnflow.faithfulness.metrics import blank_out, correlation
-from attnflow.faithfulness.results import Row, Summary
+from attnflow.faithfulness.results import Row
 from attnflow.faithfulness.score import text_score
-from attnflow.studies.contest import (
+from attnflow.studies import ModelOptions, Progress
+from attnflow.studies.comparison import (
     STUDIED,
+    Failures,
     Floats,
-    Progress,
     baselines,
+    best,
     means,
     methods,
+    number,
     ranked,
     summaries,
     table,
     topmost,
     traced,
 )
-from attnflow.studies.record import Record, Standing, checksums, required, standings
+from attnflow.studies.record import Record, checksums, required, scored
 from attnflow.trace import Trace
 
 PUBLISHED = "https://github.com/clairett/pytorch-sentiment-classification (data/SST2)"
@@ -71,12 +74,20 @@ class Condition(NamedTuple):
         """The row of METRICS that this is."""
         return "blank-out" if self.reference == "blank-out" else "gradient"
 
+    @property
+    def task(self) -> str:
+        """The task of the leaderboard that this is."""
+        return f"correlation with {self}"
+
 
 CONDITIONS = tuple(Condition(*one) for one in product(REFERENCES, (MAX, CLS), (IN, OUT)))
 PAPERS = Condition("gradient-sum", MAX, IN)
-LEAGUE = (
+BLANKED = Condition("blank-out", CLS, OUT)
+# The conditions of the leaderboard.
+RANKED = (
     PAPERS,
-    *(Condition("blank-out", readout, OUT) for readout in (MAX, CLS)),
+    BLANKED._replace(readout=MAX),
+    BLANKED,
     Condition("gradient-norm", CLS, OUT),
 )
 
@@ -117,77 +128,145 @@ def classifier(adapter: Path) -> tuple[torch.nn.Module, Any]:
     return model.eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def study(
-    data: Path, *, model: str | None = None, small: bool = False, seed: int = 0, progress: Progress | None = None
-) -> Record:
-    """Correlate every method at every layer with gradients and blank-out (UNK, probability) of the correct class.
+class Loaded(NamedTuple):
+    """A classifier, sentences with their classes, and the files that were read."""
 
-    model: a text classifier in a folder or on the hub, whose classes are 0 negative and 1 positive.
+    options: ModelOptions
+    model: torch.nn.Module
+    tokenizer: Any
+    examples: list[tuple[str, int]]
+    files: list[Path]
 
-    Raises FileNotFoundError without the sentences, or without both adapter and model.
+
+def load(data: Path, options: ModelOptions, progress: Progress) -> Loaded:
+    """The test set of SST-2 and a text classifier, whose classes are 0 negative and 1 positive.
+
+    Raises FileNotFoundError without the sentences, or without both adapter and model; ValueError for a sentence without
+    a label.
     """
     (file,) = required(data / "sst2", "test.tsv", published=PUBLISHED)
-    examples = loading.texts(file)[: SMALL if small else None]
-    if model is None:
+    examples: list[tuple[str, int]] = []
+    for text, label in loading.texts(file)[: SMALL if options.small else None]:
+        if label is None:
+            raise ValueError(f"{file}: sentence {len(examples) + 1} has no label behind a tab")
+        examples.append((text, label))
+    if options.model is None:
         used = [file, *required(data / "adapters", ADAPTER, published=INSTEAD)]
-        loaded, tokenizer = classifier(used[1])
-    else:
-        used = [file]
-        loaded, tokenizer = load_model(model, task="text-classification")
+        return Loaded(options, *classifier(used[1]), examples, used)
+    return Loaded(options, *load_model(options.model, task="text-classification"), examples, [file])
+
+
+def measure(loaded: Loaded, progress: Progress) -> Record:
+    """Correlate every method at every layer with gradients and blank-out (UNK, probability) of the correct class."""
+    options, examples = loaded.options, loaded.examples
     rows: dict[Condition, list[Row]] = {condition: [] for condition in CONDITIONS}
-    failed: dict[str, str] = {}
+    failures = Failures()
     saturated: list[Sequence[float]] = []
     correct, sum_of_norm = 0, 0.0
-    for number, (text, label) in enumerate(examples):
-        if label is None:
-            raise ValueError(f"{file}: sentence {number + 1} has no label behind a tab")
-        sentence = _sentence(loaded, tokenizer, text, label, seed, failed)
+    for place, (text, label) in enumerate(examples):
+        sentence = _sentence(loaded, text, label, failures)
         correct += sentence.correct
         sum_of_norm = max(sum_of_norm, sentence.sum_of_norm)
-        saturated.append(sentence.saturated)
+        if sentence.saturated:
+            saturated.append(sentence.saturated)
         for condition in CONDITIONS:
-            rows[condition] += _rows(number, sentence, condition)
-        if progress:
-            progress(number + 1, len(examples))
-    measured = {condition: summaries(found, seed) for condition, found in rows.items()}
-    accuracy = correct / len(examples)
-    share = np.round(np.mean(saturated, axis=0), 4).tolist()
+            rows[condition] += _rows(place, sentence, condition)
+        progress("sentences", place + 1, len(examples))
+    measured = {condition: summaries(found, options.seed) for condition, found in rows.items()}
     return Record(
         study="sst2",
         settings={
-            "model": Path(model).name if model else f"{demo.TEXT} with {ADAPTER}",
+            "model": Path(options.model).name if options.model else f"{demo.TEXT} with {ADAPTER}",
             "sentences": len(examples),
             "target": "the correct class: its logit for gradients, its probability for blank-out (UNK)",
             "references": "absolute values",
             "correlation": "Spearman, average ranks",
-            "seed": seed,
+            "seed": options.seed,
         },
-        data=checksums(used),
+        data=checksums(loaded.files),
         tables={
-            "accuracy": round(accuracy, 4),
+            "accuracy": round(correct / len(examples), 4),
             "paper": PAPER,
             "gradient sum over norm, the largest": sum_of_norm,
-            "saturated share of flow from [CLS] by layer": share,
+            "saturated share of flow from [CLS] by layer": (
+                np.round(np.mean(saturated, axis=0), 4).tolist() if saturated else []
+            ),
             **{str(condition): table(entries)[condition.metric] for condition, entries in measured.items()},
-        }
-        | ({"failed": failed} if failed else {}),
-        standings=[one for condition in LEAGUE for one in _standings(condition, measured[condition])],
-        words=_words(measured, accuracy, share, sum_of_norm),
+            **failures.table,
+        },
+        scores=[
+            one
+            for condition in RANKED
+            for one in scored(condition.task, topmost(measured[condition], condition.metric))
+        ],
     )
 
 
-def _sentence(
-    model: torch.nn.Module, tokenizer: Any, text: str, label: int, seed: int, failed: dict[str, str]
-) -> Sentence:
+def sentences(record: Record) -> list[str]:
+    """What the numbers say, one sentence each."""
+    sum_of_norm = record.tables["gradient sum over norm, the largest"]
+    saturated = record.tables["saturated share of flow from [CLS] by layer"]
+    paper = "; ".join(f"{name} {' '.join(f'{mean:.2f}' for mean in row.values())}" for name, row in PAPER.items())
+    rival = means(record.of(BLANKED.task))
+    by_max = means(record.of(BLANKED._replace(readout=MAX).task))
+    with_special = record.tables[str(BLANKED._replace(tokens=IN))]
+    top = {name: list(layers.values())[-1]["mean"] for name, layers in with_special.items()}
+    known = [name for name in STUDIED if name in with_special]
+    found = best(rival)
+    return [
+        f"The classifier is right on {record.tables['accuracy']:.1%} of the sentences.",
+        f"As the paper's script reads it ({PAPERS}), layers 0, 2, 4, 5: "
+        f"{'; '.join(_by_layer(record.tables[str(PAPERS)], name) for name in known)}. The paper, on DistilBERT: "
+        f"{paper}.",
+        f"The sum of the gradient over the embedding is at most {sum_of_norm:.0e} of its norm"
+        + (
+            ": LayerNorm, the first that an embedding meets in BERT as in the paper's DistilBERT, takes off the mean "
+            "of what it sees, so that by algebra the sum is 0, and what correlates with it here, as in table 3 if its "
+            "script summed, is rounding."
+            if sum_of_norm < ROUNDING
+            else "."
+        ),
+        *(f"Top layer, {condition.task}: {ranked(record.of(condition.task))}." for condition in RANKED),
+        "What special tokens do, from [CLS] against blank-out at the top layer, in and out: "
+        f"{_pairs(known, top, rival)}.",
+        *(
+            [
+                f"Of the flows from [CLS], {', '.join(f'{share:.0%}' for share in saturated)} are saturated at layers "
+                f"0 to {len(saturated) - 1}."
+            ]
+            if saturated
+            else []
+        ),
+        "What the read-out does, against blank-out at the top layer without special tokens, [CLS] and max: "
+        f"{_pairs(known, rival, by_max)}.",
+        f"For what a text classifier read its class off, {found} from [CLS] at the top layer is the default of these "
+        f"methods: {number(rival[found], '.2f')} with blank-out, where the norm of the gradient has "
+        f"{number(rival['gradient-norm'], '.2f')} and the first layer alone {number(rival['first-layer'], '.2f')}.",
+    ]
+
+
+def _pairs(methods: Sequence[str], one: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """Each method with its two numbers."""
+    return "; ".join(f"{name} {number(one[name], '.2f')} and {number(other[name], '.2f')}" for name in methods)
+
+
+def _by_layer(found: Mapping[str, Any], method: str) -> str:
+    """A method with its means at the layers that the paper's table has."""
+    layers = found[method]
+    return " ".join([method, *(number(layers[one]["mean"], ".2f") for one in PAPER["raw"] if one in layers)])
+
+
+def _sentence(loaded: Loaded, text: str, label: int, failures: Failures) -> Sentence:
+    model, tokenizer = loaded.model, loaded.tokenizer
     inputs = huggingface.tokenize(text, model, tokenizer)
     trace = traced(model, inputs, label, tokenizer)
     score = text_score(model, inputs, trace.roles, label, tokenizer=tokenizer, special=True)
-    known = baselines(trace, model, inputs, target=label, seed=seed)
+    known = baselines(trace, model, inputs, target=label, seed=loaded.options.seed)
     known["gradient-x-input"] = np.abs(known["gradient-x-input"])
     known["blank-out"] = np.abs(blank_out(score, len(trace.tokens)))
     relevances = list[tuple[str, int | None, Mapping[str, Floats]]]()
     saturated: list[float] = []
-    for name, relevance in methods(trace, query=None, layer="all", failed=failed):
+    for name, relevance in methods(trace, query=None, layer="all", failures=failures):
         for layer, scores in zip(relevance.layers, relevance.every_layer, strict=True):
             relevances.append((name, layer, {MAX: scores.max(axis=0), CLS: scores[0]}))
         if name == "flow":
@@ -203,60 +282,11 @@ def _sentence(
     )
 
 
-def _rows(number: int, sentence: Sentence, condition: Condition) -> Iterator[Row]:
+def _rows(example: int, sentence: Sentence, condition: Condition) -> Iterator[Row]:
     roles = sentence.trace.roles
     kept = [place for place, role in enumerate(roles) if condition.tokens == IN or role == "text"]
     reference = sentence.references[condition.reference][kept]
     for name, layer, scores in sentence.relevances:
         if name != condition.reference:
             value = correlation(scores[condition.readout][kept], reference)
-            yield Row(number, name, layer, condition.metric, value)
-
-
-def _standings(condition: Condition, entries: list[Summary]) -> list[Standing]:
-    return standings(f"correlation with {condition}", topmost(entries, condition.metric))
-
-
-def _words(
-    measured: Mapping[Condition, list[Summary]], accuracy: float, saturated: list[float], sum_of_norm: float
-) -> list[str]:
-    """The findings, each from the numbers."""
-    tables = {condition: table(entries)[condition.metric] for condition, entries in measured.items()}
-
-    def shown(method: str) -> str:
-        layers = tables[PAPERS][method]
-        return " ".join([method, *(f"{layers[layer]['mean']:.2f}" for layer in PAPER["raw"] if layer in layers)])
-
-    def top(condition: Condition) -> list[Summary]:
-        return topmost(measured[condition], condition.metric)
-
-    blanked = Condition("blank-out", CLS, OUT)
-    rival = means(top(blanked))
-    known = {name: mean for name, mean in rival.items() if name in STUDIED}
-    best = max(known, key=lambda name: known[name])
-    by_max = means(top(blanked._replace(readout=MAX)))
-    with_special = means(top(blanked._replace(tokens=IN)))
-    paper = "; ".join(f"{name} {' '.join(f'{mean:.2f}' for mean in row.values())}" for name, row in PAPER.items())
-    return [
-        f"The classifier is right on {accuracy:.1%} of the sentences.",
-        f"As the paper's script reads it ({PAPERS}), layers 0, 2, 4, 5: "
-        f"{'; '.join(shown(name) for name in STUDIED if name in tables[PAPERS])}. The paper, on DistilBERT: {paper}.",
-        f"The sum of the gradient over the embedding is at most {sum_of_norm:.0e} of its norm"
-        + (
-            ": LayerNorm, the first that an embedding meets in BERT as in the paper's DistilBERT, takes off the mean "
-            "of what it sees, so that by algebra the sum is 0, and what correlates with it here, as in table 3 if its "
-            "script summed, is rounding."
-            if sum_of_norm < ROUNDING
-            else "."
-        ),
-        *(f"Top layer, correlation with {condition}: {ranked(top(condition))}." for condition in LEAGUE),
-        "What special tokens do, from [CLS] against blank-out at the top layer, in and out: "
-        f"{'; '.join(f'{name} {with_special[name]:.2f} and {mean:.2f}' for name, mean in known.items())}.",
-        f"Of the flows from [CLS], {', '.join(f'{share:.0%}' for share in saturated)} are saturated at layers 0 to "
-        f"{len(saturated) - 1}.",
-        "What the read-out does, against blank-out at the top layer without special tokens, [CLS] and max: "
-        f"{'; '.join(f'{name} {mean:.2f} and {by_max[name]:.2f}' for name, mean in known.items())}.",
-        f"For what a text classifier read its class off, {best} from [CLS] at the top layer is the default of these "
-        f"methods: {known[best]:.2f} with blank-out, where the norm of the gradient has {rival['gradient-norm']:.2f} "
-        f"and the first layer alone {rival['first-layer']:.2f}.",
-    ]
+            yield Row(example, name, layer, condition.metric, value)

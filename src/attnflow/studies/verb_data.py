@@ -16,7 +16,7 @@ from attnflow.studies.record import checksums, required
 PUBLISHED = "https://github.com/TalLinzen/rnn_agreement (numpred.val and numpred.test.1 to .5; numpred.train if wanted)"
 UNKNOWN, CLS = "<unk>", "<cls>"
 RARE = 2  # words seen less often are unknown
-LONGEST_LESSON = 24  # words; longer sentences are few and take long
+LONGEST = 24  # words; longer sentences are few and take long
 # What may begin the words between a subject and its verb.
 PREPOSITIONS = ("of", "in", "for", "with", "on", "at", "by", "from", "to", "between", "about", "under", "during", "as")
 OPENERS = frozenset((*PREPOSITIONS, "through", "near", "within", "among", "that", "which", "who", ","))
@@ -96,7 +96,7 @@ def read(folder: Path, *, seed: int, examples: int = 2000, attracted: int = 500)
     )
 
 
-def lessons(data: VerbData, rng: np.random.Generator) -> Iterator[Sentence]:
+def training_sentences(data: VerbData, rng: np.random.Generator) -> Iterator[Sentence]:
     """Sentences to train on, without end: natural ones, those with attractors, and three kinds made of the latter.
 
     Where nearly all sentences have attractors, a model learns "the opposite of the last noun". So, as far as function
@@ -104,7 +104,7 @@ def lessons(data: VerbData, rng: np.random.Generator) -> Iterator[Sentence]:
     of the other number, as attractors are; and a subject is followed by the words that follow any other, whose
     nouns are of either number.
     """
-    attracted = [one for one in data.attracted if len(one.words) <= LONGEST_LESSON]
+    attracted = [one for one in data.attracted if len(one.words) <= LONGEST]
     halves = [(one, place) for one in attracted if (place := _opener(one.words))]
     subjects = [Sentence(one.words[:place], one.plural) for one, place in halves]
     rests = [one.words[place:] for one, place in halves]
@@ -126,7 +126,7 @@ def lessons(data: VerbData, rng: np.random.Generator) -> Iterator[Sentence]:
     while True:
         for kind in rng.choice(len(kinds), size=1000, p=shares):
             one = next(kinds[kind][1])
-            if one.words not in held_out and len(one.words) <= LONGEST_LESSON:
+            if one.words not in held_out and len(one.words) <= LONGEST:
                 yield one
 
 

@@ -14,8 +14,8 @@ from scipy import stats
 
 from attnflow.capturing import capture_batch
 from attnflow.faithfulness.results import Evaluation, Row, Summary
-from attnflow.methods import relevance, rollout
-from attnflow.studies.contest import STUDIED
+from attnflow.methods import rollout
+from attnflow.studies.comparison import STUDIED, Failures, methods
 from attnflow.studies.verb_data import Sentence
 from attnflow.studies.verb_training import Trained
 from attnflow.trace import Trace
@@ -50,7 +50,11 @@ class Measured:
 
 
 def measure(
-    trained: Trained, sentences: Sequence[Sentence], seed: int, progress: Callable[[int, int], object]
+    trained: Trained,
+    sentences: Sequence[Sentence],
+    seed: int,
+    failures: Failures,
+    progress: Callable[[int, int], object],
 ) -> Iterator[Measured]:
     """Every sentence, shorter ones first. seed: of the random scores. progress: sentences done, and in all."""
     by_length: dict[int, list[Sentence]] = defaultdict(list)
@@ -68,7 +72,7 @@ def measure(
             right = (trained(ids).argmax(-1) == plural).tolist()
             for place, trace in enumerate(capture_batch(trained.model, ids, target="predicted")):
                 references = np.concatenate([changes[place][None], slopes[place]])
-                rows = scores(trace)
+                rows = scores(trace, failures)
                 rows["gradient-norm", None] = references[REFERENCES.index(GRADIENTS[0])]
                 rows["random", None] = rng.random(count + 1)
                 yield Measured(count, right[place], tuple(rows), np.stack(list(rows.values())), references)
@@ -76,14 +80,15 @@ def measure(
             progress(done, len(sentences))
 
 
-def scores(trace: Trace) -> dict[Scorer, Floats]:
+def scores(trace: Trace, failures: Failures) -> dict[Scorer, Floats]:
     """The scores (token,) of CLS by every method at every layer, and by what needs the trace alone.
 
-    The column sum is the attention that a token receives in the first layer from all tokens alike.
+    The column sum is the attention that a token receives in the first layer from all tokens alike. A method that fails
+    has NaN, and is counted.
     """
-    rows: dict[Scorer, Floats] = {}
-    for name in STUDIED:
-        found = relevance(trace, name, query=-1, layer="all")
+    unknown = np.full(len(trace.tokens), np.nan)
+    rows: dict[Scorer, Floats] = {(name, layer): unknown for name in STUDIED for layer in range(len(trace.layers))}
+    for name, found in methods(trace, query=-1, layer="all", failures=failures):
         rows |= {(name, layer): row for layer, (row,) in zip(found.layers, found.every_layer, strict=True)}
     rows[COLUMN_SUM, None] = rollout(trace, layer=0).scores.sum(0)
     rows["position", None] = np.arange(len(trace.tokens), dtype=np.float64)
@@ -138,6 +143,13 @@ def summaries(values: Floats, scorers: Sequence[Scorer], reference: str, seed: i
         for scorer, value in zip(scorers, line, strict=True)
     )
     return Evaluation(rows, (), {"seed": seed}).summary()
+
+
+def known_mean(values: Floats, axis: int | tuple[int, ...] = 0) -> Floats:
+    """The mean of what is not NaN along axes; NaN where all is."""
+    known = ~np.isnan(values)
+    count, total = known.sum(axis), np.where(known, values, 0.0).sum(axis)
+    return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0)
 
 
 def _standard(rows: Floats) -> Floats:

@@ -5,21 +5,24 @@ Layers count from 1 in the study's tables, as the paper prints them: its layer 1
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from attnflow.capturing import capture
 from attnflow.faithfulness.results import Summary
+from attnflow.files import write_whole
 from attnflow.methods import relevance
 from attnflow.show.plots import attention_graph, layer_maps, save_figure
-from attnflow.studies import verb_report
-from attnflow.studies.record import Record, Standing
+from attnflow.studies import Progress, TrainingOptions, verb_report
+from attnflow.studies.comparison import STUDIED, Failures
+from attnflow.studies.record import Record, Score, check_folder
 from attnflow.studies.verb_data import Sentence, VerbData, read
 from attnflow.studies.verb_measure import (
     BLANK_OUT,
@@ -27,47 +30,56 @@ from attnflow.studies.verb_measure import (
     GRADIENTS,
     REFERENCES,
     SIDES,
+    Floats,
     Measured,
     agreement,
     correlations,
-    measure,
+    known_mean,
     summaries,
 )
+from attnflow.studies.verb_measure import measure as measure_sentences
 from attnflow.studies.verb_training import Recipe, Trained, load_checkpoint, save_checkpoint, train
-
-Progress: TypeAlias = Callable[[str, int, int], object]
 
 STUDY = "verb-number"
 LENGTHS = ((2, 4), (5, 8), (9, 16), (17, 60))
-CHOSEN = ("the keys to the cabinet", "the author of the books that the critics like")
-FIGURES = ("raw", "rollout", "flow")
+EXAMPLES = ("the keys to the cabinet", "the author of the books that the critics like")
 
 
-def run(
-    folder: Path,
-    *,
-    small: bool = False,
-    seed: int = 0,
-    checkpoints: Path | None = None,
-    pictures: Path | None = None,
-    progress: Progress = lambda what, done, total: None,
-) -> Record:
-    """Train the models, or load them, measure every method on held-out sentences, and say what was found.
+class Loaded(NamedTuple):
+    """The sentences, and the models by name with how each was trained, the main one first."""
 
-    folder: with the files of Linzen et al. 2016. small: little training, few sentences. checkpoints: a folder for the
-    models; those that it holds are not trained again. pictures: a folder for figures 1 to 3. progress: called with what
-    is done, the steps done, and in all.
+    options: TrainingOptions
+    data: VerbData
+    recipes: Mapping[str, Recipe]
+    trained: Mapping[str, Trained]
+
+    @property
+    def main(self) -> str:
+        """The name of the main model."""
+        return next(iter(self.trained))
+
+
+def load(data: Path, options: TrainingOptions, progress: Progress) -> Loaded:
+    """The sentences of Linzen et al. 2016, and the models, trained or from their checkpoints.
 
     Raises FileNotFoundError where data are absent, ValueError for checkpoints made otherwise.
     """
-    data = read(folder, seed=seed, examples=60 if small else 2000)
-    recipes = _recipes(seed, small=small)
-    trained = {name: _trained(name, recipe, data, checkpoints, progress) for name, recipe in recipes.items()}
-    main = next(iter(recipes))
-    if pictures is not None:
-        draw(trained[main], pictures)
+    if options.checkpoints is not None:
+        check_folder(options.checkpoints)
+    sentences = read(data, seed=options.seed, examples=60 if options.small else 2000)
+    recipes = _recipes(options.seed, small=options.small)
+    trained = {
+        name: _trained(name, recipe, sentences, options.checkpoints, progress) for name, recipe in recipes.items()
+    }
+    return Loaded(options, sentences, recipes, trained)
+
+
+def measure(loaded: Loaded, progress: Progress) -> Record:
+    """Measure every method of every model on held-out sentences."""
+    data, trained, main, seed = loaded.data, loaded.trained, loaded.main, loaded.options.seed
+    failures = Failures()
     measured = {
-        name: list(measure(one, data.test, seed, partial(progress, f"measuring: {name}")))
+        name: list(measure_sentences(one, data.test, seed, failures, partial(progress, f"measuring: {name}")))
         for name, one in trained.items()
     }
     held_out = {"natural": data.test} | {str(number): some for number, some in data.test_attracted.items()}
@@ -92,6 +104,7 @@ def run(
             kind: _last_layer([one for one in measured[main] if one.right is right])
             for kind, right in (("right", True), ("wrong", False))
         },
+        **failures.table,
     }
     return Record(
         study=STUDY,
@@ -100,30 +113,43 @@ def run(
             "split": data.split,
             "training sentences": {"natural": len(data.natural), "with attractors": len(data.attracted)},
             "words known": len(trained[main].vocabulary),
-            "models": {name: asdict(recipe) for name, recipe in recipes.items()},
+            "models": {name: asdict(recipe) for name, recipe in loaded.recipes.items()},
             "processor minutes of training": {name: round(one.minutes, 1) for name, one in trained.items()},
         },
         data=data.files,
         tables=tables,
-        standings=_standings(tables["correlations"][main]),
-        words=verb_report.words(tables),
+        scores=_scores(tables["correlations"][main]),
     )
 
 
-def draw(trained: Trained, folder: Path) -> list[Path]:
-    """Figures 1 (the graph) and 2 and 3 (layer x token maps of CLS) of the paper, for the CHOSEN sentences.
+def sentences(record: Record) -> list[str]:
+    """What the numbers say, one sentence each."""
+    return verb_report.words(record.tables)
+
+
+def page(loaded: Loaded, record: Record, path: Path, progress: Progress) -> None:
+    """Write the words and tables in Markdown, and figures 1 to 3 beside them."""
+    report = verb_report.markdown(record)
+    write_whole(path, lambda file: file.write(report.encode()))
+    failed = record.tables.get("failed", {})
+    if drawn := [name for name in STUDIED if name not in failed]:
+        draw(loaded.trained[loaded.main], path.parent, drawn)
+
+
+def draw(trained: Trained, folder: Path, methods: Sequence[str] = STUDIED) -> list[Path]:
+    """Figures 1 (the graph) and 2 and 3 (layer x token maps of CLS) of the paper, for the EXAMPLES.
 
     Every row is divided by its sum, as the official code does with flow.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
-    for number, sentence in enumerate(CHOSEN, start=1):
+    for number, sentence in enumerate(EXAMPLES, start=1):
         tokens = (*sentence.split(), "[CLS]")
         trace = capture(trained.model, trained.ids([tokens[:-1]]), tokens=tokens)
         if number == 1:
-            panels = {name: relevance(trace, name, layer="all").normalized().every_layer for name in FIGURES}
+            panels = {name: relevance(trace, name, layer="all").normalized().every_layer for name in methods}
             paths.append(save_figure(attention_graph(panels, tokens, query=-1), folder / f"{STUDY}-graph.svg"))
-        maps = [relevance(trace, name, query=-1, layer="all").normalized() for name in FIGURES]
+        maps = [relevance(trace, name, query=-1, layer="all").normalized() for name in methods]
         paths.append(save_figure(layer_maps(maps), folder / f"{STUDY}-maps-{number}.png"))
     return paths
 
@@ -191,8 +217,8 @@ def _likeness(measured: Sequence[Measured]) -> dict[str, float]:
     """Method -> the mean rank correlation of its last layer with the first layer's column sum, without CLS."""
     scorers = measured[0].scorers
     column = scorers.index((COLUMN_SUM, None))
-    values = [correlations(one.scores[:, :-1], one.scores[[column], :-1]) for one in measured]
-    means = np.nanmean(values, axis=(0, 2))
+    values = np.stack([correlations(one.scores[:, :-1], one.scores[[column], :-1]) for one in measured])
+    means = known_mean(values, (0, 2))
     return {name: round(float(means[place]), 4) for place, (name, layer) in enumerate(scorers) if layer is not None}
 
 
@@ -201,7 +227,13 @@ def _cls_first(measured: Sequence[Measured]) -> dict[str, float]:
     places = {name: place for place, (name, layer) in enumerate(measured[0].scorers) if layer == 0}
     rows = {reference: [one.references[place] for one in measured] for place, reference in enumerate(REFERENCES)}
     rows |= {f"{name}, layer 1": [one.scores[place] for one in measured] for name, place in places.items()}
-    return {name: round(float(np.mean([row[-1] >= row.max() for row in some])), 4) for name, some in rows.items()}
+    return {name: _share_of_cls(some) for name, some in rows.items()}
+
+
+def _share_of_cls(rows: Sequence[Floats]) -> float:
+    """The share of rows (token,) whose largest value is the last; rows of a method that failed do not count."""
+    first = [row[-1] >= row.max() for row in rows if not np.isnan(row).any()]
+    return round(float(np.mean(first)), 4) if first else math.nan
 
 
 def _sum_over_norm(measured: Sequence[Measured]) -> float:
@@ -215,7 +247,7 @@ def _last_layer(measured: Sequence[Measured]) -> dict[str, Any]:
     if not measured:
         return {"n": 0}
     last = {name: place for place, (name, _) in enumerate(measured[0].scorers)}
-    means = np.nanmean(agreement(measured, "CLS outside"), axis=0)
+    means = known_mean(agreement(measured, "CLS outside"))
     by_reference = {
         reference: {name: round(float(means[place, column]), 4) for name, place in last.items()}
         for column, reference in enumerate(REFERENCES)
@@ -237,16 +269,14 @@ def _numbers(found: Sequence[Summary]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _standings(by_side: Mapping[str, Any]) -> list[Standing]:
+def _scores(by_side: Mapping[str, Any]) -> list[Score]:
     """The last layer of every method, and the trivial scores, without CLS."""
-    found: list[Standing] = []
+    found: list[Score] = []
     for task, reference in (("blank-out", BLANK_OUT), ("gradient", GRADIENTS[0])):
         for method, numbers in by_side["CLS outside"][reference].items():
             if (task, method) != ("gradient", "gradient-norm"):
                 mean, low, high = (numbers[name][-1] for name in ("mean", "low", "high"))
                 found.append(
-                    Standing(
-                        f"{task} correlation, last layer, CLS outside", "up", method, mean, low, high, numbers["n"]
-                    )
+                    Score(f"{task} correlation, last layer, CLS outside", "up", method, mean, low, high, numbers["n"])
                 )
     return found

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from attnflow.studies.comparison import number
 from attnflow.studies.record import Record
 from attnflow.studies.verb_measure import BLANK_OUT, COLUMN_SUM, GRADIENTS, SIDES, STUDIED
 
@@ -112,8 +113,8 @@ def markdown(record: Record) -> str:
         ["model", *(f"{kind} ({tables['test sentences'][kind]})" for kind in kinds)],
         [[name, *(_percent(row[kind]) for kind in kinds)] for name, row in tables["accuracy"].items()],
     )
-    for number, reference in enumerate((BLANK_OUT, NORM), start=1):
-        lines += ["", f"## Table {number}: Spearman correlation with {_named(reference)}", ""]
+    for place, reference in enumerate((BLANK_OUT, NORM), start=1):
+        lines += ["", f"## Table {place}: Spearman correlation with {_named(reference)}", ""]
         lines += [f"Mean ± deviation over sentences ({main}); layers count from 1, as in the paper.", ""]
         lines += _paper_table(reference, tables["correlations"][main])
     lines += ["", "## Which gradient, at the last layer", ""]
@@ -191,12 +192,13 @@ def _named(reference: str) -> str:
 
 
 def _gain(found: Mapping[str, Any]) -> str:
-    return f"{found['mean'][0]:+.2f} ({found['low'][0]:+.2f} to {found['high'][0]:+.2f})"
+    mean, low, high = (number(found[name][0], "+.2f") for name in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
 
 
 def _two(value: float | None) -> str:
-    return "undefined" if value is None or math.isnan(value) else f"{value:.2f}"
+    return number(value, ".2f")
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def _percent(share: float | None) -> str:
+    return number(None if share is None else 100 * share, ".1f") + " %"

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from attnflow.files import write_whole
-from attnflow.studies.verb_data import Sentence, VerbData, lessons
+from attnflow.studies.verb_data import Sentence, VerbData, training_sentences
 from attnflow.studies.verb_model import VerbNumberModel
 
 SORTED_TOGETHER = 50  # batches whose sentences are put together by length
@@ -71,7 +71,7 @@ def train(data: VerbData, recipe: Recipe, progress: Callable[[int, int], object]
     optimizer = torch.optim.AdamW(groups, lr=recipe.rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=recipe.steps + 1, pct_start=0.1)
     start = time.process_time()
-    batches = _batches(lessons(data, np.random.default_rng(recipe.seed)), recipe.batch)
+    batches = _batches(training_sentences(data, np.random.default_rng(recipe.seed)), recipe.batch)
     for step, batch in enumerate(islice(batches, recipe.steps), start=1):
         ids = _ids([words for words, _ in batch], numbers)
         loss = F.cross_entropy(model(ids), torch.tensor([int(plural) for _, plural in batch]))

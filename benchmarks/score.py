@@ -1,6 +1,6 @@
 """Throughput of the score function beside the same model on as many ready inputs in the same batches.
 
-python benchmarks/blankout.py [--runs 7] [--cases 128] [--batch-size 64] [--output blankout.json]
+python benchmarks/score.py [--runs 7] [--cases 128] [--batch-size 64] [--output score.json]
 
 Every token (patch) is blanked out in turn, and again until there are as many cases as asked for. The plain forward
 pass gets the whole input that often, made before the clock starts. The two take turns, and a run's ratio is of its own

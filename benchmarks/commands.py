@@ -1,6 +1,6 @@
 """Time and peak memory of the main job: `attnflow text` and `image` on the demo models, import, and help.
 
-python benchmarks/road.py [--runs 5] [--output road.json]
+python benchmarks/commands.py [--runs 5] [--output commands.json]
 
 Prints a table; each figure is the median of several runs in processes of their own, after one that is left out.
 """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,13 +15,14 @@ from numpy.typing import NDArray
 from attnflow.answer import Relevance
 from attnflow.baselines import BASELINES, Inputs
 from attnflow.capturing import capture
+from attnflow.faithfulness.example import line
 from attnflow.faithfulness.results import Evaluation, Row, Summary
 from attnflow.graph import LayerChoice
 from attnflow.methods import raw, relevance
+from attnflow.studies.record import Score
 from attnflow.trace import Grid, Query, Trace
 
 Floats: TypeAlias = NDArray[np.float64]
-Progress: TypeAlias = Callable[[int, int | None], object]
 
 # The methods of the paper, at every layer; the leaderboard has all methods, at the top.
 STUDIED = ("raw", "rollout", "flow")
@@ -30,15 +34,36 @@ def traced(model: torch.nn.Module, inputs: Inputs, target: Any, tokenizer: Any =
     return capture(model, inputs, tokenizer=tokenizer, target=target)
 
 
-def methods(
-    trace: Trace, *, query: Query, layer: LayerChoice, failed: dict[str, str]
-) -> Iterator[tuple[str, Relevance]]:
-    """Every method of STUDIED on a trace, by name; one that cannot be had is left out and its error noted."""
+@dataclass
+class Failures:
+    """The methods that could not be had: on how many examples, and the first error of each."""
+
+    examples: dict[str, int] = field(default_factory=lambda: dict[str, int]())
+    errors: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+
+    def add(self, method: str, error: Exception) -> None:
+        """Count an example on which a method failed."""
+        self.examples[method] = self.examples.get(method, 0) + 1
+        self.errors.setdefault(method, line(error))
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The table "failed" of a record, or no table where nothing failed."""
+        found = {name: {"examples": count, "error": self.errors[name]} for name, count in self.examples.items()}
+        return {"failed": found} if found else {}
+
+
+def methods(trace: Trace, *, query: Query, layer: LayerChoice, failures: Failures) -> Iterator[tuple[str, Relevance]]:
+    """Every method of STUDIED on a trace, by name; one that fails is left out and counted."""
     for name in STUDIED:
         try:
-            yield name, relevance(trace, name, query=query, layer=layer)
-        except ValueError as error:
-            failed.setdefault(name, " ".join(str(error).split()))
+            found = relevance(trace, name, query=query, layer=layer)
+        except ImportError:
+            raise
+        except Exception as error:
+            failures.add(name, error)
+        else:
+            yield name, found
 
 
 def baselines(trace: Trace, model: torch.nn.Module, inputs: Inputs, *, target: Any, seed: int) -> dict[str, Floats]:
@@ -82,15 +107,26 @@ def table(entries: Iterable[Summary]) -> dict[str, dict[str, dict[str, Any]]]:
     return result
 
 
-def ranked(entries: Iterable[Summary]) -> str:
-    """Methods with their means, best first, as a phrase: "raw .941, flow .702"."""
-    known = sorted(entries, key=lambda one: one.mean if one.direction == "down" else -one.mean)
+def ranked(scores: Iterable[Score]) -> str:
+    """Methods with their means, best first, as a phrase: "raw 0.941, flow 0.702"."""
+    known = sorted(scores, key=lambda one: one.mean if one.direction == "down" else -one.mean)
     return ", ".join(f"{one.method} {one.mean:.3f}" for one in known if one.n)
 
 
-def means(entries: Iterable[Summary]) -> Mapping[str, float]:
-    """The mean of each method; of several layers, the last given."""
-    return {one.method: one.mean for one in entries}
+def means(scores: Iterable[Score]) -> Mapping[str, float]:
+    """The mean of each method; NaN for a method that has none."""
+    return defaultdict(lambda: math.nan, {one.method: one.mean for one in scores})
+
+
+def best(known: Mapping[str, float]) -> str:
+    """The method of STUDIED with the largest number; "none" where no number is known."""
+    candidates = [name for name in STUDIED if not math.isnan(known[name])]
+    return max(candidates, key=lambda name: known[name], default="none")
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """A number in a sentence; "undefined" for NaN, which files hold as null."""
+    return "undefined" if value is None or math.isnan(value) else format(value, form)
 
 
 def _centre(trace: Trace, grid: Grid) -> Floats:
