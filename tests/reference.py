@@ -344,3 +344,40 @@ def kept_share(parts):
 
 def shares(rows):
     return rows / rows.sum(-1, keepdims=True)
+
+
+def room_of_signed(layers, taken, sign):
+    """What a signed flow carries with one sign between nodes (level, position), as {(above, under): amount}.
+
+    layers (query, key), the lowest first, with what ends at the queries of each. A route begins at "begin", and ends at
+    level 0, at "biases" or at "cancelled".
+    """
+    room, into, out, top = {}, {}, {}, len(layers)
+    for number, layer in enumerate(layers):
+        for i, j in np.ndindex(layer.shape):
+            room[(number + 1, i), (number, j)] = max(0, sign * layer[i, j])
+        for i, biases in enumerate(taken[number]):
+            room[(number + 1, i), "biases"] = max(0, sign * biases)
+    for (above, under), amount in room.items():
+        out[above] = out.get(above, 0) + amount
+        into[under] = into.get(under, 0) + amount
+    for level in range(1, top + 1):
+        for i in range(len(layers[level - 1])):
+            node = level, i
+            more = out[node] - (into[node] if level < top else 0)
+            room["begin", node] = max(0, more)
+            room[node, "cancelled"] = max(0, -more)
+    return room
+
+
+def widest(node, room):
+    """The route from a node whose narrowest edge is the widest, to a token or where something ends: (width, nodes)."""
+    following = [under for above, under in room if above == node]
+    if node in ("biases", "cancelled") or node[0] == 0:
+        return float("inf"), [node]
+    best = 0.0, [node]
+    for under in following:
+        width, nodes = widest(under, room)
+        if min(width, room[node, under]) > best[0]:
+            best = min(width, room[node, under]), [node, *nodes]
+    return best

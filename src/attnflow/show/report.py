@@ -159,7 +159,8 @@ def python_lines(relevance: Relevance) -> str:
     asked += "".join(f", {name}={value!r}" for name, value in plain(gradient).items())
     capture = f"trace = attnflow.capture(model, inputs{asked})  # with its tokenizer, if it has one{of}"
     if groups is not None:
-        lines = [capture, f"relevance = attnflow.group_flow(trace, {plain(groups)!r}{settings})"]
+        asked_edges = f", edges={method.removeprefix('group flow of ')!r}" if " of " in method else ""
+        lines = [capture, f"relevance = attnflow.group_flow(trace, {plain(groups)!r}{asked_edges}{settings})"]
     elif method.startswith("flow, "):
         lines = [capture, f"relevance = attnflow.flow_bounds(trace{settings}).{method.split()[1]}"]
     elif carry:
