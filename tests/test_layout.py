@@ -38,9 +38,11 @@ ALLOWED = {
     "reporting": {
         "trace",
         "answer",
+        "conserved",
         "edges",
         "graph",
         "methods",
+        "relevance_flow",
         "routes",
         "faithfulness",
         "running",
