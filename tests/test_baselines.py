@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from attnflow import Relevance, Trace, capture
+from attnflow import Relevance, Trace, capture, capture_batch
 from attnflow.baselines import (
     BASELINES,
     blurred,
@@ -254,6 +254,27 @@ def test_the_gradient_of_the_capture_is_that_of_a_pass_of_its_own(name, minilm, 
         np.testing.assert_allclose(found.row, expected.row, rtol=1e-4, atol=1e-5 * abs(expected.row).max())
         assert found.recipe["settings"] == expected.recipe["settings"]
         assert found.recipe["target"]["score"] == pytest.approx(expected.recipe["target"]["score"], rel=1e-5)
+
+
+def test_the_gradient_of_a_padded_batch_is_that_of_each_text_alone(minilm):
+    model, words = minilm
+    texts = [TEXT, "Keys are here.", "The keys to the cabinet are on the old table."]
+    inputs = dict(words(texts, padding=True, return_tensors="pt"))
+    traces = capture_batch(model, inputs, tokenizer=words, target=size, entered=True)
+    for text, trace in zip(texts, traces, strict=True):
+        alone = dict(words(text, return_tensors="pt"))
+        found = gradient_x_input(trace, model, alone, target=size)
+        expected = gradient_x_input(capture(model, alone, tokenizer=words), model, alone, target=size)
+        assert found.tokens == expected.tokens
+        np.testing.assert_allclose(found.row, expected.row, rtol=1e-4, atol=1e-5 * abs(expected.row).max())
+
+
+def test_a_batch_whose_axis_cannot_be_told_keeps_no_gradients(minilm):
+    model, words = minilm
+    inputs = dict(words(["Keys.", "Doors.", "Tables.", "Chairs."], return_tensors="pt"))
+    assert inputs["input_ids"].shape == (4, 4)
+    with pytest.raises(ValueError, match=r"examples on the first axis .* 4 of them entered as \(4, 4, 384\)"):
+        capture_batch(model, inputs, tokenizer=words, target=size, entered=True)
 
 
 def size(output):

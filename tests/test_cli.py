@@ -621,3 +621,14 @@ def test_edges_are_taken_out_of_the_model(run, minilm):
     assert code == 0
     assert "edges taken out of" in out
     assert f"{tested.taken['rollout'].change:+.4f}" in out
+
+
+def test_a_target_is_what_edges_are_taken_out_for_whatever_the_methods_explain(run, minilm):
+    text, other = "The keys are on the table.", "Where did I leave my keys?"
+    said = ["text", text, "--method", "rollout", "--knockout", "3", "--similar-to", other, "--json", "--quiet"]
+    code, out, _ = run(*said)
+    assert code == 0
+    model, tokenizer = minilm
+    target = attnflow.similar_to(model, other, tokenizer=tokenizer, pooling="mean")
+    tested = attnflow.route_test(model, text, tokenizer, target, ["rollout"], 3)
+    assert json.loads(out)["knockout"] == pytest.approx({"base": tested.base, **tested.taken["rollout"]._asdict()})

@@ -164,6 +164,10 @@ def test_differences_are_paired():
     assert evaluation.differences() == evaluation.differences()
     with pytest.raises(ValueError, match="'flow' was not measured; choose one of raw, rollout, random"):
         evaluation.differences("flow")
+    with pytest.raises(ValueError, match="level is the share of an interval, between 0 and 1, such as 0.95; it is 1.5"):
+        evaluation.differences(level=1.5)
+    with pytest.raises(ValueError, match="resamples must be 1 or more; it is 0"):
+        evaluation.summary(resamples=0)
 
 
 def test_a_file_is_what_its_suffix_says(tmp_path):

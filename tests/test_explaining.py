@@ -1,10 +1,14 @@
 """explain(): a model and its input in, relevance out, by one method or several."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from attnflow import BASELINES, METHODS, Relevance, capture, explain
+from attnflow.capturing.rules import LRP
+from attnflow.capturing.target import norm_at
 from attnflow.methods import relevance
 from classifiers import small_bert, small_vit, tokenizer
 from families import FAMILIES, images
@@ -187,3 +191,34 @@ def test_settings_reach_the_baselines_that_take_them_and_are_refused_elsewhere(b
             explain(model, TEXT, method, tokenizer=words, **setting)
     with pytest.raises(ValueError, match="target has no part in hidden-token-attribution"):
         explain(model, TEXT, "hidden-token-attribution", tokenizer=words, target=1)
+
+
+@pytest.mark.parametrize("name", ["lrp", "cp-lrp"])
+def test_a_set_of_rules_explains_what_enters_each_layer(minilm, command, name):
+    model, words = minilm
+    found = explain(model, TEXT, name, tokenizer=words, layer="all")
+    trace = capture(
+        model, TEXT, tokenizer=words, target=norm_at(0), rules=LRP if name == "lrp" else name, keep="relevance"
+    )
+    expected = relevance(trace, edges="entering-relevance", carry="received", layer="all")
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5, atol=1e-7)
+    assert (found.recipe["method"], found.layers) == (name, tuple(range(6)))
+    code, out, _ = command("text", TEXT, "--method", name, "--layer", "all", "--json")
+    assert code == 0
+    np.testing.assert_allclose(json.loads(out)["scores"], found.scores, rtol=1e-5, atol=1e-7)
+    _, out, _ = command("text", TEXT, "--method", name, "--layer", "2", "--json")
+    np.testing.assert_allclose(json.loads(out)["scores"], found.scores[2], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("cp-lrp,raw", "--layer", "2"), "layer 2 goes with one set of rules alone; cp-lrp, raw were given"),
+        (("cp-lrp", "--layer", "2", "--query", "1"), "query has no part in cp-lrp"),
+        (("cp-lrp", "--query", "1"), "--query has no part in cp-lrp"),
+    ],
+)
+def test_what_goes_with_no_set_of_rules_is_refused(command, arguments, said):
+    code, out, err = command("text", TEXT, "--method", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err

@@ -76,9 +76,33 @@ def test_batches_are_as_one_by_one(tmp_path, minilm, count):
             same(answer, expected)
             assert answer.queries == expected.queries or len(expected.queries) > 1
             assert answer.recipe["settings"] == json.loads(json.dumps(expected.recipe["settings"]))
-            if method == "gradient-rollout":
+            if method in ("gradient-rollout", "gradient-norm"):
+                assert answer.recipe["target"]["target"] == expected.recipe["target"]["target"]
                 assert answer.recipe["target"]["score"] == pytest.approx(expected.recipe["target"]["score"], rel=1e-5)
     assert found.summary()["alone"] == 0
+
+
+@pytest.mark.parametrize("target", [(2, 0), (1, "predicted"), ("LABEL_0", "LABEL_1")])
+def test_one_class_rather_than_another(tmp_path, bert, target):
+    model, words = bert
+    with torch.no_grad():
+        texts = [text for text in TEXTS if int(model(**words(text, return_tensors="pt")).logits.argmax()) != 1]
+    found = run(tmp_path, bert, texts, method=["gradient-rollout", "lrp", "gradient-norm"], target=target, batch_size=4)
+    assert len(found.failed) == 0
+    for number, text in enumerate(texts):
+        for method in ("gradient-rollout", "lrp", "gradient-norm"):
+            same(found.relevance(number, method), explain(model, text, method, tokenizer=words, target=target))
+
+
+def test_a_target_has_the_method_of_targets_and_a_class_its_name(tmp_path, bert):
+    model, words = bert
+    found = run(tmp_path, bert, TEXTS[:2], target="label_2")
+    assert found.manifest["recipe"]["methods"] == ["lrp"]
+    assert found.manifest["recipe"]["target"] == 2
+    same(found.relevance(1), explain(model, TEXTS[1], "lrp", tokenizer=words, target=2))
+    with pytest.raises(ValueError, match="target 'cat' is no class of BertForSequenceClassification: it has LABEL_0"):
+        attnflow.run(bert, TEXTS[:2], tmp_path / "other", target="cat")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("target", [None, "predicted", "label", 2])
@@ -561,8 +585,9 @@ def test_the_command_line(command, saved, tmp_path):
         (["absent.txt"], "there is no absent.txt"),
         ([__file__, "--method", "rolout"], "method 'rolout' is unknown"),
         ([__file__, "--method", "lrp", "--head-fusion", "max"], "head_fusion has no part in lrp"),
-        ([__file__, "--target", "cat"], "--target takes predicted, label, or the index"),
-        ([__file__, "--target", "label"], "target has no part in rollout"),
+        ([__file__, "--target", "cat"], "target 'cat' is no class of BertModel"),
+        ([__file__, "--target", "label", "--method", "rollout"], "target has no part in rollout"),
+        ([__file__, "--target", "label", "--against", "1"], "--against goes with one class as --target"),
         ([__file__, "--limit", "0"], "limit must be a whole number from 1 on"),
         ([__file__, "--workers", "0"], "workers must be a whole number from 1 on"),
         ([__file__, "-o", "absent/run"], "absent does not exist"),

@@ -25,7 +25,7 @@ from attnflow.answer import Relevance
 from attnflow.capturing.each_layer import streams
 from attnflow.capturing.entrance import Inputs, arranged, entrance, has_ids, joined, looked_up, lookups
 from attnflow.capturing.rules import LRP, RULES, Rules, gradients
-from attnflow.capturing.target import Chosen, Target, asked, resolved
+from attnflow.capturing.target import Target, TargetScores, as_target, resolved
 from attnflow.trace import Trace
 
 # An error of completeness above which a warning says what was not covered.
@@ -111,13 +111,13 @@ def integrated_gradients(
         raise ModuleNotFoundError("integrated gradients need Captum: pip install 'attnflow[captum]'") from error
     values, run = entrance(trace, model, inputs)
     start = _beginning(path_from, values, trace, model, inputs)
-    chosen = Chosen(resolved(target, model))
+    chosen = TargetScores(resolved(target, model))
     with torch.no_grad():
         chosen(run(values))
     fixed = chosen.settled.of(0)  # the class predicted for the input stays the target all along the path
 
     def forward(path: torch.Tensor) -> torch.Tensor:
-        return Chosen(fixed)(run(path))
+        return TargetScores(fixed)(run(path))
 
     attribution, delta = IntegratedGradients(forward).attribute(
         values, start, n_steps=steps, internal_batch_size=16, return_convergence_delta=True
@@ -146,7 +146,7 @@ def grad_cam(
     places = [place for place, role in enumerate(trace.roles) if role == "patch"]
     if not places:
         raise ValueError("grad-cam makes a map of patches, and the input has none; use gradient-x-input")
-    chosen = Chosen(resolved(target, model))
+    chosen = TargetScores(resolved(target, model))
     found, output = streams(model, inputs)
     if not isinstance(layer, int) or not -len(found) <= layer < len(found) or layer % len(found) == 0:
         raise ValueError(f"layer {layer!r} is entered by no block's stream: give one from 1 to {len(found) - 1}")
@@ -272,7 +272,7 @@ def _gradient(
     A trace that was captured with entered=True and the same target holds that gradient, and the model is not asked.
     """
     known = trace.entered
-    if rules is None and known is not None and known.values and asked(resolved(target, model)) in known.targets:
+    if rules is None and known is not None and known.values and as_target(resolved(target, model)) in known.targets:
         values, gradient = known.values[0], known.gradients[0]
         if has_ids({"": inputs} if isinstance(inputs, torch.Tensor) else inputs):
             places = arranged(trace, known.values)
@@ -281,7 +281,7 @@ def _gradient(
         facts = trace.target or {}
         return _relevance(method, scores, trace, {"target": facts["target"]}, {}, facts)
     values, run = entrance(trace, model, inputs)
-    chosen = Chosen(resolved(target, model))
+    chosen = TargetScores(resolved(target, model))
     mode = None if rules is None else Rules(rules)
     with torch.enable_grad():
         values = values.requires_grad_()

@@ -123,7 +123,7 @@ def value_zeroing(call: AttentionLike, queries: list[int]) -> torch.Tensor:
 
 
 def kept_share(call: AttentionLike, queries: list[int]) -> torch.Tensor:
-    """The residual as it was measured, spread evenly over the keys: each row sums to |kept| / (|kept| + |mixed|).
+    """The measured residual in equal parts over the keys: each row sums to |kept| / (|kept| + |mixed|).
 
     kept: the stream with the query's own value; mixed: what all other keys add (after Kobayashi et al. 2021, who
     measure the ratio). Where queries are no keys, the stream alone is kept. Cost: O(n^2).

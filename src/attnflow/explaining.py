@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -91,8 +92,7 @@ def explain(
     use of; else as `attnflow.capture` and `attnflow.relevance` do.
     """
     target: Target | None = settings.pop("target", None)
-    if method is None:
-        method = DEFAULTS["array" if target is None else "target"]
+    method = usual_method(target) if method is None else method
     names = [method] if isinstance(method, str) else list(method)
     check_methods(names, target)
     capturing: Any = {name: value for name, value in settings.items() if name in CaptureSettings.__annotations__}
@@ -101,13 +101,10 @@ def explain(
     carrying |= {"receptive_field": receptive_field, "progress": progress}
     if settings.get("rules") is not None and not any(name in METHODS and is_targeted(name) for name in names):
         raise ValueError(f"rules have no part in {', '.join(names)}: they say how gradients of attention are taken")
-    if carrying.get("layer") is not None and any(map(_by_rules, names)):
-        if not isinstance(method, str):
-            raise ValueError(f"layer={carrying['layer']!r} goes with one set of rules, by its name alone, not a list")
-        rules = LRP if method == "lrp" else method
-        capturing |= {"rules": rules, "keep": "relevance"}
-        trace, _ = captured(model, inputs, names, target, capturing)
-        return relevance(trace, edges="entering-relevance", carry="received", **carrying)
+    if of_layers := kept_of_layers(names, carrying.get("layer")):
+        trace, _ = captured(model, inputs, names, target, capturing | of_layers)
+        found = entering(names[0], trace, carrying)
+        return found if isinstance(method, str) else {names[0]: found}
     check_settings(names, carrying)
     trace, target = captured(model, inputs, names, target, capturing)
     answers = {name: answer(name, trace, model, inputs, target, settings.get("tokenizer"), carrying) for name in names}
@@ -146,6 +143,31 @@ def _by_rules(name: str) -> bool:
     return name in RULES or name == "lrp"
 
 
+def kept_of_layers(names: Sequence[str], layer: int | str | None) -> CaptureSettings:
+    """The settings of `capture` by which a set of rules explains what enters a layer; none where it does not.
+
+    Raises ValueError beside other methods, which need another capture.
+    """
+    if layer is None or not any(map(_by_rules, names)):
+        return {}
+    if len(names) > 1:
+        raise ValueError(f"layer {layer} goes with one set of rules alone; {', '.join(names)} were given")
+    return {"rules": LRP if names[0] == "lrp" else names[0], "keep": "relevance"}
+
+
+def entering(name: str, trace: Trace, settings: Mapping[str, Any]) -> Relevance:
+    """The relevance of what enters one layer or all, by the set of rules under which the trace was captured.
+
+    Raises ValueError for a query, which the target takes the place of.
+    """
+    if settings.get("query") is not None:
+        raise ValueError(
+            f"query has no part in {name}: it explains the target, and every token of the layer has a score"
+        )
+    found = relevance(trace, edges="entering-relevance", carry="received", **settings)
+    return replace(found, recipe={**found.recipe, "method": name})
+
+
 def entered_for(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The setting of `capture` by which some baselines need no pass of their own, where it can be had."""
     plain = settings.get("rules") is None and settings.get("generate") is None
@@ -171,6 +193,11 @@ def captured(
             _check_that_it_moves(trace)
         return trace, target
     return capture(model, inputs, **{**settings, "target": target}), target
+
+
+def usual_method(target: Any) -> str:
+    """The method where none is named: "lrp" of a target, and "rollout" without one."""
+    return DEFAULTS["array" if target is None else "target"]
 
 
 def usual_target(trace: Trace) -> Target:

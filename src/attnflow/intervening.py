@@ -25,7 +25,7 @@ from attnflow.capturing.proof import Order, Proof
 from attnflow.capturing.recorder import Attending, Recorder, record
 from attnflow.capturing.replay import Pass, as_before
 from attnflow.capturing.structure import Structure
-from attnflow.capturing.target import Chosen, Target, resolved
+from attnflow.capturing.target import Target, TargetScores, resolved
 from attnflow.layers import AttentionCall, AttentionLike, Layer, calls_of
 
 How: TypeAlias = Literal["hide", "zero"]
@@ -84,7 +84,7 @@ def knockout(
     module, bound = module_of(model)
     args, kwargs = arguments(module, inputs, tokenizer)
     kwargs = {**bound, **kwargs}
-    chosen = Chosen(resolved(target, module, huggingface.input_ids(args, kwargs)), kwargs.get("attention_mask"))
+    chosen = TargetScores(resolved(target, module, huggingface.input_ids(args, kwargs)), kwargs.get("attention_mask"))
     seen = _seen(module, args, kwargs)
     scores = chosen(seen.output).detach().reshape(-1)
     if len(scores) != 1:
@@ -277,7 +277,9 @@ class _Without(Recorder):
         return (main, *output[1:]) if attending.in_tuple else main
 
 
-def _scores(run: Pass, orders: Mapping[int, Order], lost: Sequence[Losses], how: How, chosen: Chosen) -> list[float]:
+def _scores(
+    run: Pass, orders: Mapping[int, Order], lost: Sequence[Losses], how: How, chosen: TargetScores
+) -> list[float]:
     """The target's score of every example of a batch, each without what it loses. chosen: settled on one example."""
     recorder, mask = _Without(run, orders, lost, how), run.kwargs.get("attention_mask")
     with as_before(run):
@@ -285,7 +287,7 @@ def _scores(run: Pass, orders: Mapping[int, Order], lost: Sequence[Losses], how:
             args, kwargs = recorder.given(fresh(run.args), fresh(run.kwargs))
             output = run.model(*args, **kwargs)
             recorder.finish(output)
-        scores = Chosen(chosen.settled.of(0), mask)(output).reshape(-1).double().cpu()
+        scores = TargetScores(chosen.settled.of(0), mask)(output).reshape(-1).double().cpu()
     if len(recorder.recording.calls) != len(run.recording.calls) or len(scores) != len(lost):
         raise ValueError(
             f"{type(run.model).__name__} made {len(recorder.recording.calls)} calls and {len(scores)} scores of "

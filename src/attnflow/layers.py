@@ -189,7 +189,7 @@ class PlacedLayer:
     """A layer of calls that each concern some positions of a larger graph.
 
     So stand the streams of an encoder-decoder in one joint graph, the windows of an image, the frames of a video, and
-    calls that join two streams both ways at once. A position that is the query of no part is passed on as it is (it
+    calls that join two streams both ways at once. A position that is the query of no part has an identity row (it
     attends to itself alone), so that a product of such layers, or a flow through them, is the one through all streams.
     A position that is the query of several parts, such as a [CLS] that is copied into every frame, attends to the mean
     of what its copies attend to, as models average what the copies become (TimeSformer).
@@ -258,7 +258,7 @@ class PlacedLayer:
 
 @dataclass(frozen=True, eq=False)
 class MergingLayer:
-    """Patches merged into fewer positions, between layers of attention: each draws evenly on those it was made of.
+    """Patches merged into fewer positions, between layers: each draws in equal parts on those it was made of.
 
     That is a convention: merging concatenates its patches and projects them, and has no weights to read.
 

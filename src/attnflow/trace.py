@@ -41,7 +41,7 @@ class Sink(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """What the one example entered a model as, with the gradients of the target, tensor by tensor.
+    """What one example entered a model as, without padding, with the gradients of the target, tensor by tensor.
 
     targets: the target as it was asked for, and as it settled.
     """

@@ -19,7 +19,7 @@ from attnflow.capturing.recorder import Recording, WeightsOf, record
 from attnflow.capturing.replay import Pass
 from attnflow.capturing.rules import RULES
 from attnflow.capturing.structure import Mixers, Structure
-from attnflow.capturing.target import Answer, Chosen, Target, asked, resolved
+from attnflow.capturing.target import Answer, Target, TargetScores, as_target, resolved
 from attnflow.layers import Layer
 from attnflow.trace import Entered, Trace
 
@@ -121,7 +121,7 @@ def capture_batch(
     at_each_layer: with a target, keep for each layer also the gradient of the score that its own output gives, in the
     place of the last block's output (what LeGrad looks at); where no such place is found, an error says why.
 
-    entered: with a target, keep also its gradient with respect to what the one example enters as, the embedding of its
+    entered: with a target, keep also its gradient with respect to what each example enters as, the embedding of its
     tokens or its pixels, from the same backward pass: gradient baselines then need no pass of their own.
 
     An encoder-decoder gives one joint trace over the positions of both, the encoder's first: rollout and flow from a
@@ -165,7 +165,7 @@ def capture_batch(
         raise ValueError(f"rules {rules!r} are unknown; choose one of {', '.join(RULES)}")
     if keep == "relevance" and rules is None:
         raise ValueError("keep='relevance' is relevance under rules: give target= and rules='cp-lrp'")
-    chosen = None if target is None else Chosen(target, kwargs.get("attention_mask"))
+    chosen = None if target is None else TargetScores(target, kwargs.get("attention_mask"))
     how: dict[str, Any] = {"layers": _slice(layers), "weights_of": _weights_of(weights), "tower": tower, "rules": rules}
     how |= {"keep": keep, "entered": entered}
     asks = prove and weights is None
@@ -197,12 +197,25 @@ def capture_batch(
     ]
     if not entered:
         return traces
-    if len(traces) > 1:
-        raise ValueError(f"entered=True takes one example; the model was given {len(traces)}")
     assert target is not None  # refused above
     assert chosen is not None
-    values, gradients = zip(*recording.entered, strict=True) if recording.entered else ((), ())
-    return [replace(traces[0], entered=Entered(values, gradients, (asked(target).of(0), chosen.settled.of(0))))]
+    kept = _kept_positions(recording, found, kwargs)
+    asked_for, settled = as_target(target), chosen.settled
+    own = list[Trace]()
+    for index, trace in enumerate(traces):
+        tensors = [tuple(examples.entered(x, index, len(traces), kept) for x in pair) for pair in recording.entered]
+        values, gradients = zip(*tensors, strict=True) if tensors else ((), ())
+        targets = (asked_for.of(index), settled.of(index))
+        own.append(replace(trace, entered=Entered(values, gradients, targets)))
+    return own
+
+
+def _kept_positions(recording: Recording, found: Structure, kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+    """For each joint stream (example, position), True for no padding; nothing where patches are placed."""
+    if found.proof is None:
+        return {}
+    given = structure.masks_of(found.flow, kwargs)
+    return examples.kept_positions(recording, found.flow, found.proof, given)
 
 
 def _examples(
@@ -213,8 +226,7 @@ def _examples(
         stream = found.flow.streams[found.flow.joint[0]]
         placed = enumerate(found.placed(recording))
         return [(one.layers, names.of_placed(index, one, stream), None) for index, one in placed]
-    given = structure.masks_of(found.flow, kwargs)
-    kept = examples.kept_positions(recording, found.flow, found.proof, given)
+    kept = _kept_positions(recording, found, kwargs)
     stack = examples.Stack(recording, found.flow, found.proof, kept)
     batch = len(next(iter(kept.values())))
     return [(stack.example(index), names.of(index, stack), stack.reads(index)) for index in range(batch)]

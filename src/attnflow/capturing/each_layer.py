@@ -22,13 +22,13 @@ from attnflow.capturing.labels import replaced, tensors_in
 from attnflow.capturing.recorder import Recorder, Visit, record
 from attnflow.capturing.replay import Pass, as_before
 from attnflow.capturing.rules import Rules
-from attnflow.capturing.target import Chosen
+from attnflow.capturing.target import TargetScores
 
 # What the score of the last block's stream may differ from the model's own, relative to it.
 _SAME = 1e-3
 
 
-def add_gradients(run: Pass, flow: Dataflow, target: Chosen, rules: str | None) -> None:
+def add_gradients(run: Pass, flow: Dataflow, target: TargetScores, rules: str | None) -> None:
     """Give every kept call of a recording the gradient of the score that its own layer's output gives.
 
     That is the target's score, for what it settled as, of what the model makes of the layer's output in the place of
@@ -180,7 +180,7 @@ def _next(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
     return next(outputs)
 
 
-def _scores(run: Pass, target: Chosen, rules: str | None, recorder: _Cut | None = None) -> torch.Tensor:
+def _scores(run: Pass, target: TargetScores, rules: str | None, recorder: _Cut | None = None) -> torch.Tensor:
     """The target's scores of a pass, by the rules, seen by a recorder."""
     mode, args, kwargs = None if rules is None else Rules(rules), fresh(run.args), fresh(run.kwargs)
     with nullcontext() if mode is None else mode.of(run.model), nullcontext() if recorder is None else recorder:

@@ -181,6 +181,27 @@ def kept_positions(
     return found
 
 
+def entered(x: torch.Tensor, index: int, count: int, kept: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Of what a batch of `count` examples entered as the part of one, without its padding; of a single one all.
+
+    x: embeddings (example, token, dim), or pixels (example, ...). kept: as `kept_positions` gives it.
+
+    Raises ValueError where the examples of embeddings may lie on another axis, or two streams are padded otherwise.
+    """
+    if count == 1:
+        return x
+    if len(x) != count or (x.ndim == 3 and x.shape[1] == count):
+        raise ValueError(
+            f"entered=True needs examples on the first axis of what enters the model, and {count} of them entered as "
+            f"{tuple(x.shape)}; give one example"
+        )
+    own = x[index : index + 1]
+    masks = [mask[index] for mask in kept.values() if x.ndim == 3 and mask.shape[1] == x.shape[1]]
+    if any(not torch.equal(mask, masks[0]) for mask in masks):
+        raise ValueError("entered=True cannot tell which of two streams of equal length entered; give one example")
+    return own[:, masks[0].to(x.device)] if masks else own
+
+
 def seen_keys(call: Kept, rows: Rows) -> torch.Tensor:
     """(key,), True where some query of some rows may attend to a key."""
     layer, keys = call.take(rows), call.extent[3]

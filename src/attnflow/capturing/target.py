@@ -22,7 +22,7 @@ Pooling: TypeAlias = Literal["output", "mean", "first", "last"]
 _EMBEDDINGS = ("sentence_embedding", "text_embeds", "image_embeds", "embeddings")
 
 
-class Asked:
+class TargetValue:
     """What a target asks of a model's output. mask: the input's `attention_mask`, if it has one."""
 
     @property
@@ -30,7 +30,7 @@ class Asked:
         """The target for the recipe: an index, or words."""
         raise NotImplementedError
 
-    def settled(self, output: Any, mask: Any) -> Asked:
+    def settled(self, output: Any, mask: Any) -> TargetValue:
         """The same with "predicted" fixed to what this output predicts, example by example."""
         return self
 
@@ -38,13 +38,13 @@ class Asked:
         """The scores (example,)."""
         raise NotImplementedError
 
-    def of(self, index: int) -> Asked:
+    def of(self, index: int) -> TargetValue:
         """The settled target of one example."""
         return self
 
 
 @dataclass(frozen=True)
-class Classes(Asked):
+class Classes(TargetValue):
     """The logit of a class or token id, one for each example, or "predicted": what a number or a list means."""
 
     target: int | str | tuple[int, ...]
@@ -55,21 +55,21 @@ class Classes(Asked):
         return self.target if isinstance(self.target, int | str) else ", ".join(map(str, self.target))
 
     def settled(self, output: Any, mask: Any) -> Classes:
-        """See `Asked`."""
+        """See `TargetValue`."""
         return Classes(tuple(_indices(self.target, _last(output, mask))))
 
     def scores(self, output: Any, mask: Any) -> torch.Tensor:
-        """See `Asked`."""
+        """See `TargetValue`."""
         logits = _last(output, mask)
         return logits[torch.arange(len(logits)), _indices(self.target, logits)]
 
     def of(self, index: int) -> Classes:
-        """See `Asked`."""
+        """See `TargetValue`."""
         return Classes(_one(self.target, index))
 
 
 @dataclass(frozen=True)
-class Contrast(Asked):
+class Contrast(TargetValue):
     """The difference of two logits: why `target` rather than `against`.
 
     target, against: a class or token id, the name of a class, one for each example, or "predicted". Logits are read as
@@ -85,7 +85,7 @@ class Contrast(Asked):
         return f"{Classes(self.target).words} rather than {Classes(self.against).words}"
 
     def settled(self, output: Any, mask: Any) -> Contrast:
-        """See `Asked`."""
+        """See `TargetValue`."""
         logits = _last(output, mask)
         pair = Contrast(tuple(_indices(self.target, logits)), tuple(_indices(self.against, logits)))
         if any(one == other for one, other in zip(pair.target, pair.against, strict=True)):  # pyright: ignore
@@ -93,16 +93,16 @@ class Contrast(Asked):
         return pair
 
     def scores(self, output: Any, mask: Any) -> torch.Tensor:
-        """See `Asked`."""
+        """See `TargetValue`."""
         return Classes(self.target).scores(output, mask) - Classes(self.against).scores(output, mask)
 
     def of(self, index: int) -> Contrast:
-        """See `Asked`."""
+        """See `TargetValue`."""
         return Contrast(_one(self.target, index), _one(self.against, index))
 
 
 @dataclass(frozen=True)
-class Token(Asked):
+class Token(TargetValue):
     """The logit of a token at a position: what a model says there.
 
     position: among those that the model returns logits (batch, token, vocabulary) for, its padding left out; negative
@@ -122,16 +122,16 @@ class Token(Asked):
         return f"token {Classes(self.id).words} at position {self.position}"
 
     def settled(self, output: Any, mask: Any) -> Token:
-        """See `Asked`."""
+        """See `TargetValue`."""
         return replace(self, id=tuple(_indices(self.id, self._logits(output, mask))))
 
     def scores(self, output: Any, mask: Any) -> torch.Tensor:
-        """See `Asked`."""
+        """See `TargetValue`."""
         logits = self._logits(output, mask)
         return logits[torch.arange(len(logits)), _indices(self.id, logits)]
 
     def of(self, index: int) -> Token:
-        """See `Asked`."""
+        """See `TargetValue`."""
         return replace(self, id=_one(self.id, index))
 
     def _logits(self, output: Any, mask: Any) -> torch.Tensor:
@@ -146,7 +146,7 @@ class Token(Asked):
 
 
 @dataclass(frozen=True)
-class Answer(Asked):
+class Answer(TargetValue):
     """The log-probability of an answer: the sum over its tokens, each given all before it.
 
     ids: of the answer's tokens, with which the text that the model is given must end.
@@ -165,7 +165,7 @@ class Answer(Asked):
         return f"log-probability of the last {len(self.ids)} tokens"
 
     def scores(self, output: Any, mask: Any) -> torch.Tensor:
-        """See `Asked`."""
+        """See `TargetValue`."""
         logits, count = _logits(output), len(self.ids)
         places = _places(logits, mask) if logits.ndim == 3 else [[]]
         if min(map(len, places)) <= count:
@@ -191,7 +191,7 @@ class Answer(Asked):
 
 
 @dataclass(frozen=True, eq=False)
-class Similarity(Asked):
+class Similarity(TargetValue):
     """The cosine of the angle between the embedding of the input and a given one (width,): see `similarity_to`."""
 
     embedding: torch.Tensor
@@ -204,13 +204,13 @@ class Similarity(Asked):
         return f"cosine similarity of the embedding ({_said(self.pooling)}) to {self.other}"
 
     def scores(self, output: Any, mask: Any) -> torch.Tensor:
-        """See `Asked`."""
+        """See `TargetValue`."""
         own = pooled(output, self.pooling, mask)
         return torch.nn.functional.cosine_similarity(own, _fitting(self.embedding, own), dim=-1)
 
 
 @dataclass(frozen=True, eq=False)
-class Direction(Asked):
+class Direction(TargetValue):
     """How far the embedding of the input reaches along a given vector (width,): the dot product with it."""
 
     vector: torch.Tensor
@@ -222,13 +222,13 @@ class Direction(Asked):
         return f"embedding ({_said(self.pooling)}) along a given direction"
 
     def scores(self, output: Any, mask: Any) -> torch.Tensor:
-        """See `Asked`."""
+        """See `TargetValue`."""
         own = pooled(output, self.pooling, mask)
         return (own * _fitting(self.vector, own)).sum(-1)
 
 
 @dataclass(frozen=True)
-class Function(Asked):
+class Function(TargetValue):
     """A target that is a function of the model's output."""
 
     function: Callable[[Any], Any]
@@ -239,11 +239,11 @@ class Function(Asked):
         return getattr(self.function, "__name__", "function")
 
     def scores(self, output: Any, mask: Any) -> Any:
-        """See `Asked`."""
+        """See `TargetValue`."""
         return self.function(output)
 
 
-Target: TypeAlias = int | str | Sequence[int | str] | Callable[[Any], Any] | Asked
+Target: TypeAlias = int | str | Sequence[int | str] | Callable[[Any], Any] | TargetValue
 
 
 def similarity_to(embedding: Any, pooling: Pooling = "output") -> Similarity:
@@ -254,12 +254,12 @@ def similarity_to(embedding: Any, pooling: Pooling = "output") -> Similarity:
     return Similarity(torch.as_tensor(embedding).detach().reshape(-1), pooling)
 
 
-def asked(target: Target) -> Asked:
+def as_target(target: Target) -> TargetValue:
     """The target as a value: of a pair (a, b) their contrast, of a list one class per example.
 
     Raises ValueError for what is none.
     """
-    if isinstance(target, Asked):
+    if isinstance(target, TargetValue):
         return target
     if callable(target):
         return Function(target)
@@ -283,7 +283,7 @@ def resolved(target: Target, model: Any, ids: torch.Tensor | None = None) -> Tar
 
     Raises ValueError for a name that no class has, and for an answer with which the text does not end.
     """
-    value = asked(target)
+    value = as_target(target)
     if isinstance(value, Answer) and ids is not None:
         value.check(ids)
     if isinstance(value, Classes) and isinstance(value.target, str):
@@ -311,7 +311,7 @@ def _class(name: int | str | tuple[int, ...], model: Any) -> int | str | tuple[i
     )
 
 
-class Chosen:
+class TargetScores:
     """A target's scores (example,), as `record` wants them: of the model's output, and remembered.
 
     target: a class or token id, one per example, "predicted" for each example's own highest logit, a value of this
@@ -320,7 +320,7 @@ class Chosen:
     """
 
     def __init__(self, target: Target, attention_mask: Any = None) -> None:
-        self.settled = asked(target)
+        self.settled = as_target(target)
         self._mask = attention_mask
         self.scores = torch.zeros(0)
 

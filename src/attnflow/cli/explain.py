@@ -124,7 +124,8 @@ def text(
     if not content.strip():
         raise ValueError("the text is empty; give one in quotes, or on standard input")
     with working("loading the model", quiet=options.quiet):
-        options = _begin(options, "text" if generate is None else "written", model, target=similar_to)
+        job = "text" if generate is None else "written"
+        options = _begin(options, job, model, target=similar_to, tested=knockout is not None)
         from attnflow.capturing import demo, embeddings, huggingface
         from attnflow.capturing.models import load_model
 
@@ -143,7 +144,7 @@ def text(
             target = embeddings.similar_to(loaded, similar_to, tokenizer=tokenizer, pooling=way)
         run = _run(loaded, content, options, target, tokenizer=tokenizer, generate=generate)
         if knockout is not None:
-            run = replace(run, tested=_knocked_out(run, options, knockout))
+            run = replace(run, tested=_knocked_out(run, options, target, knockout))
     _deliver(run, options, default_layer="-1" if generate else "all")
 
 
@@ -330,24 +331,29 @@ class Run:
 
 def _run(model: Any, inputs: Any, options: Options, target: Any, *, tokenizer: Any = None, **settings: Any) -> Run:
     """Run a model once, and keep what the methods asked for need."""
-    from attnflow.explaining import captured, entered_for
+    from attnflow.explaining import captured, entered_for, kept_of_layers
     from attnflow.methods import kept_for
 
     settings |= {"tokenizer": tokenizer} | ({} if options.rules is None else {"rules": options.rules})
     settings |= kept_for(_methods(options), options.residual) | entered_for(_methods(options), settings)
+    settings |= kept_of_layers(_methods(options), options.layer)
     trace, target = captured(model, inputs, _methods(options), target, settings)  # pyright: ignore[reportArgumentType]
     return Run(trace, model, inputs, target, tokenizer)
 
 
-def _knocked_out(run: Run, options: Options, edges: int) -> RouteTest:
-    """How far the target changes without the strongest edges of the methods that have any."""
+def _knocked_out(run: Run, options: Options, target: Any, edges: int) -> RouteTest:
+    """How far the target changes without the strongest edges of the methods that have any.
+
+    target: as it was asked for, which methods without a target leave to this.
+    """
     from attnflow.explaining import usual_target
     from attnflow.faithfulness.routes import route_test
     from attnflow.methods import METHODS
 
     with_edges = [name for name in _methods(options) if name in METHODS]
-    target = usual_target(run.trace) if run.target is None else run.target
-    return route_test(run.model, run.inputs, run.tokenizer, target, with_edges, edges)
+    wanted = target if run.target is None else run.target
+    wanted = usual_target(run.trace) if wanted is None else wanted
+    return route_test(run.model, run.inputs, run.tokenizer, wanted, with_edges, edges)
 
 
 def _target(options: Options) -> Any:
@@ -436,11 +442,14 @@ def _together(options: Options) -> list[Path]:
 
 def _compute(run: Run, method: str, options: Options, layer: str) -> Relevance:
     from attnflow.baselines import BASELINES
-    from attnflow.explaining import answer
+    from attnflow.explaining import answer, entering, kept_of_layers
     from attnflow.methods import METHODS
 
     given = {"head": options.head, "residual": options.residual, "start_layer": options.start_layer}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if kept_of_layers(_methods(options), options.layer):
+        fixed = {"query": options.query, "layer": layer_number(layer), "head_fusion": options.head_fusion}
+        return entering(method, run.trace, settings | fixed)
     if method not in METHODS:
         query = None if options.query is None else _query(options.query, run.trace)
         own = settings | {"query": query, "layer": None if options.layer is None else layer_number(options.layer)}
@@ -482,11 +491,17 @@ def _size(size: str | None) -> tuple[int, int] | None:
 
 
 def _begin(
-    options: Options, job: str, *inputs: str | Path | None, has_model: bool = True, target: Any = None
+    options: Options,
+    job: str,
+    *inputs: str | Path | None,
+    has_model: bool = True,
+    target: Any = None,
+    tested: bool = False,
 ) -> Options:
     """Refuse what cannot work before any work is done, and take over what libraries would print.
 
-    target: what is explained beside the options' own. Returns the options with the method of the job, or of a target,
+    target: what is explained beside the options' own. tested: whether the model is asked without some edges, for which
+    a target is one whatever the methods explain. Returns the options with the method of the job, or of a target,
     where none was named.
     """
     take_messages(quiet=options.quiet)
@@ -499,7 +514,7 @@ def _begin(
         options = replace(options, method=DEFAULTS[job if target is None else "target"])
     methods = _methods(options)
     check_outputs([*_outputs(options, *methods), *_together(options)], SUFFIXES, *inputs)
-    check_methods(methods, target)
+    check_methods(methods, None if tested else target)
     if options.path_from is not None and "integrated-gradients" not in methods:
         raise ValueError(f"--path-from has no part in {', '.join(methods)}: it is for integrated-gradients")
     if options.rules is not None and not any(name in METHODS and is_targeted(name) for name in methods):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from attnflow.cli.arguments import Integer, check_model, integer, names
+from attnflow.cli.arguments import target as wanted_target
 from attnflow.cli.printing import note, print_json, print_table, stages, take_messages, working
 from attnflow.files import named
 
@@ -26,8 +27,9 @@ def run(
     *,
     output: Annotated[Path, Parameter(name=["--output", "-o"])],
     model: str | None = None,
-    method: Annotated[str, Parameter(name=["--method", "--methods"])] = "rollout",
+    method: Annotated[str | None, Parameter(name=["--method", "--methods"])] = None,
     target: str | None = None,
+    against: str | None = None,
     text: str | None = None,
     label: str | None = None,
     query: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
@@ -68,10 +70,14 @@ def run(
         and the packaged DINOv2-small for photographs.
     method
         Names with commas between them: `attnflow methods` lists the methods, and beside them are random, gradient-norm,
-        gradient-sum, gradient-x-input, integrated-gradients, libra, attnlrp and cp-lrp.
+        gradient-sum, gradient-x-input, integrated-gradients, lrp, libra, attnlrp and cp-lrp. By default lrp of a
+        target, and rollout without one.
     target
-        What methods that need gradients explain: the index of a class or token, predicted, or label, the class that
-        each example is labelled with. By default predicted of a model that gives logits, else the norm of its output.
+        What methods that need gradients explain: the index or name of a class or token, predicted, or label, the class
+        that each example is labelled with. By default predicted of a model that gives logits, else the norm of its
+        output.
+    against
+        Another class or token: explain why the target rather than this one.
     text
         The column of the texts; by default the one called text. A .tsv or .csv file without such a column in its first
         row has no header, and its columns are the text and its label.
@@ -136,8 +142,8 @@ def run(
             check_model(model),
             data,
             output,
-            method=names(method),
-            target=None if target is None else _target(target),
+            method=None if method is None else names(method),
+            target=wanted_target(target, against),
             text=text,
             label=label,
             top=top,
@@ -192,11 +198,6 @@ def _device(name: str) -> str:
     """The device named; under torchrun each process of a machine has the GPU of its own number."""
     local = os.environ.get("LOCAL_RANK")
     return f"cuda:{local}" if name == "cuda" and local is not None and "TORCHELASTIC_RUN_ID" in os.environ else name
-
-
-def _target(target: str) -> Any:
-    named = target in ("predicted", "label")
-    return target if named else integer("--target", target, "predicted, label, or the index of a class or token")
 
 
 def _with_rate(bar: Callable[[str, int, int], object]) -> Callable[[int, int | None], object]:

@@ -16,7 +16,7 @@ from attnflow import baselines
 from attnflow.answer import Relevance
 from attnflow.baselines import BASELINES
 from attnflow.capturing import capture, huggingface
-from attnflow.capturing.target import Asked, Classes, asked, resolved
+from attnflow.capturing.target import Classes, TargetValue, as_target, resolved
 from attnflow.faithfulness.journal import Entry
 from attnflow.faithfulness.metrics import METRICS, ScoreFunction, blank_out
 from attnflow.faithfulness.results import Failure, Row
@@ -27,7 +27,7 @@ from attnflow.trace import Trace
 
 Given: TypeAlias = tuple[Any, ...] | Callable[[], tuple[Any, ...]]
 Opened: TypeAlias = tuple[Any, ...] | Exception
-EvaluationTarget: TypeAlias = int | str | tuple[int | str, int | str] | Asked | Callable[[Any], Any]
+EvaluationTarget: TypeAlias = int | str | tuple[int | str, int | str] | TargetValue | Callable[[Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ def prepare(model: torch.nn.Module, data: tuple[Any, ...], plan: Plan) -> Exampl
     trace = capture(model, inputs, tokenizer=plan.tokenizer, target=target, entered=True, **kept)
     if not callable(target):
         named = {} if isinstance(inputs, torch.Tensor) else inputs
-        settled = asked(resolved(target, model)).settled(trace.output, named.get("attention_mask")).of(0)
+        settled = as_target(resolved(target, model)).settled(trace.output, named.get("attention_mask")).of(0)
         target = trace.target["target"] if isinstance(settled, Classes) and trace.target else settled
     positions, scores = _scores(model, inputs, trace, target, plan)
     inside = np.asarray(data[2]) != 0 if len(data) > 2 else None

@@ -242,7 +242,13 @@ def interval(
     """Where the mean of values (example,) lies: the middle `level` of the means of bootstrap samples of the examples.
 
     Of fewer than 30 examples, whose bootstrap is too narrow, Student's t says it. NaN of fewer than two.
+
+    Raises ValueError for a level that is no share, and for fewer than one sample.
     """
+    if not 0 < level < 1:
+        raise ValueError(f"level is the share of an interval, between 0 and 1, such as 0.95; it is {level}")
+    if resamples < 1:
+        raise ValueError(f"resamples must be 1 or more; it is {resamples}")
     if values.size < 2:
         return math.nan, math.nan
     if values.size < FEW:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from attnflow.baselines import BASELINES
-from attnflow.capturing.target import Asked, asked, resolved
+from attnflow.capturing.target import TargetValue, as_target, resolved
 from attnflow.faithfulness import journal
 from attnflow.faithfulness.example import (
     EvaluationTarget,
@@ -92,7 +92,7 @@ def evaluate(
     _check_settings((*methods, *ALWAYS, *_known("gradient baseline", gradient, BASELINES)), settings or {})
     seed, batch_size = whole_number("seed", seed, 0), whole_number("batch_size", batch_size, 1)
     layer = layer if isinstance(layer, str) and layer == "all" else whole_number('layer, where it is not "all",', layer)
-    if not callable(target) and not isinstance(target, str | tuple | Asked):
+    if not callable(target) and not isinstance(target, str | tuple | TargetValue):
         target = whole_number("target, where it is no name, pair, value or function,", target, 0)
     if not callable(target) and target != "label":
         target = resolved(target, model)  # pyright: ignore[reportAssignmentType]
@@ -251,7 +251,7 @@ def _check(model: torch.nn.Module, first: tuple[Any, ...], plan: Plan) -> None:
 def _recipe(model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
     """What decides the values: for the file, and to tell whether a run that is resumed is the same."""
     names = ("methods", "metrics", "query", "layer", "settings", "gradient", "blank", "special", "seed")
-    target = asked(plan.target).words
+    target = as_target(plan.target).words
     tokens = "special tokens are " + ("removed like others" if plan.special else "never removed and not correlated")
     recipe = {
         **{name: getattr(plan, name) for name in names},

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from attnflow.baselines import blurred
-from attnflow.capturing.target import Asked
+from attnflow.capturing.target import TargetValue
 
 Keep: TypeAlias = NDArray[np.bool_]
 Reading: TypeAlias = Literal["probability", "logit", "correct"]
 TextBlank: TypeAlias = Literal["unk", "mask", "pad", "delete"]
 ImageBlank: TypeAlias = Literal["zero", "mean", "blur"]
-ScoreTarget: TypeAlias = int | Asked | Callable[[Any], Any]
+ScoreTarget: TypeAlias = int | TargetValue | Callable[[Any], Any]
 
 READINGS: tuple[Reading, ...] = get_args(Reading)
 TEXT_BLANKS: tuple[TextBlank, ...] = get_args(TextBlank)
@@ -171,7 +171,7 @@ def read(output: Any, target: ScoreTarget, reading: Reading, attention_mask: Any
 
     Raises ValueError for an output without logits, or without this class among them.
     """
-    if isinstance(target, Asked):
+    if isinstance(target, TargetValue):
         return target.scores(output, attention_mask).reshape(-1).cpu().double()
     if callable(target):
         return target(output).reshape(-1).cpu().double()

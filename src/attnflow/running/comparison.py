@@ -88,9 +88,8 @@ class Comparison:
         return found
 
     def most_moved(self, count: int = 10) -> list[Moved]:
-        """The examples of which the largest share of the relevance moved, the first by far."""
-        defined = (row for row in self.rows if not math.isnan(row.moved))
-        return sorted(defined, key=lambda row: -row.moved)[:count]
+        """The examples of which the largest share of the relevance moved, the first by far; none where it did not."""
+        return sorted((row for row in self.rows if row.moved > 0), key=lambda row: -row.moved)[:count]
 
 
 def compare(first: Run, second: Run, *, top: int = 5) -> Comparison:

@@ -14,7 +14,8 @@ import torch
 
 from attnflow.capturing import huggingface, vision
 from attnflow.capturing.models import load_model
-from attnflow.explaining import check_methods, check_settings, is_targeted
+from attnflow.capturing.target import Contrast, as_target, resolved
+from attnflow.explaining import check_methods, check_settings, is_targeted, usual_method
 from attnflow.faithfulness.run import versions_of, weights_digest, whole_number
 from attnflow.files import named
 from attnflow.graph import Settings
@@ -37,7 +38,7 @@ def run(
     data: Any,
     output: str | Path,
     *,
-    method: str | Sequence[str] = "rollout",
+    method: str | Sequence[str] | None = None,
     target: RunTarget | None = None,
     tokenizer: Any = None,
     task: str | None = None,
@@ -73,7 +74,8 @@ def run(
     method, settings: as `explain` takes them, for one layer. Unless told otherwise the query is the read-out, and its
     row is what is kept; of several queries the mean of their rows. full: keep every row. top: keep so many tokens of
     each row, those with the highest scores by their size.
-    target: as `explain` takes it, or "label" for the class that the label of each example names.
+    target: a class by its index or name, "predicted", "label" for the class that the label of each example names, a
+    pair for the first class rather than the second, or a function of the model's output.
 
     limit: take the first examples only. shuffle: take them in an order that this seed draws. workers: processes, each
     with its own model and its share of the cores. engine: "ray" takes as many actors of a Ray cluster, of a core and,
@@ -90,6 +92,7 @@ def run(
     weights, versions, or examples), while another process writes to it, and if a method explains none of the first
     examples; OSError for a folder that cannot be written and for a full disk, behind which all shards are whole.
     """
+    method = usual_method(target) if method is None else method
     methods = tuple(dict.fromkeys([method] if isinstance(method, str) else method))
     check_methods(methods, target)  # pyright: ignore[reportArgumentType]
     check_settings(methods, {**settings, "receptive_field": receptive_field})
@@ -125,6 +128,7 @@ def run(
     if engine == "ray" and source.count is None:
         raise ValueError("Ray is handed many examples at once, and an iterator may wait; give a sequence or a file")
     subject = Subject.of(load(), tokenizer)
+    plan = replace(plan, target=_of_model(plan.target, subject.model))
     if plan.memory is None:
         plan = replace(plan, memory=_share(subject.model, workers))
     total = source.count if limit is None or source.count is None else min(limit, source.count)
@@ -251,9 +255,15 @@ def _say_size(
 
 
 def _target(target: Any) -> RunTarget | None:
-    if target is None or callable(target) or (isinstance(target, str) and target in ("predicted", "label")):
+    pair = isinstance(target, tuple) and len(target) == 2 and all(isinstance(one, int | str) for one in target)  # pyright: ignore
+    if target is None or callable(target) or isinstance(target, str | Contrast) or pair:
         return target
-    return whole_number('target, where it is not "predicted", "label" or a function,', target, 0)
+    return whole_number('target, where it is no name, "predicted", "label", pair or function,', target, 0)
+
+
+def _of_model(target: RunTarget | None, model: torch.nn.Module) -> RunTarget | None:
+    """The target with names of classes as their indices."""
+    return target if target is None or target == "label" else resolved(target, model)  # pyright: ignore[reportReturnType]
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,10 +335,9 @@ def _task(name: str | None, kind: sources.Kind, *, targeted: bool) -> str:
 
 def _recipe(subject: Subject, plan: Plan) -> dict[str, Any]:
     """What decides the rows: for the manifest, and to tell whether a run is the same."""
-    target = getattr(plan.target, "__name__", "function") if callable(plan.target) else plan.target
     return {
         "methods": plan.methods,
-        "target": target,
+        "target": None if plan.target is None else as_target(plan.target).words,
         "settings": plan.settings,
         "top": plan.top,
         "full": plan.full,

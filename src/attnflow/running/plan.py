@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from attnflow.capturing.inputs import module_of
+from attnflow.capturing.target import Contrast
 from attnflow.capturing.vision import VisionModel
 
-RunTarget: TypeAlias = int | Literal["predicted", "label"] | Callable[[Any], Any]
+# A class by its index or name, "predicted", "label", a class rather than another, or a function of the output.
+RunTarget: TypeAlias = int | str | tuple[int | str, int | str] | Contrast | Callable[[Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 
 from attnflow.answer import Relevance
 from attnflow.capturing import capture_batch, huggingface
-from attnflow.capturing.target import has_logits, norm_at
+from attnflow.capturing.target import Classes, as_target, has_logits, norm_at
 from attnflow.capturing.vision import open_image
-from attnflow.explaining import answer, is_targeted
+from attnflow.explaining import answer, entered_for, is_targeted
 from attnflow.faithfulness.example import line
 from attnflow.files import plain, to_json
 from attnflow.methods import kept_for
@@ -55,7 +55,7 @@ class Worker:
         self._model, self._tokenizer, self._prepare = subject.model, subject.tokenizer, subject.prepare
         self._plan = plan
         self._targeted = any(map(is_targeted, plan.methods))
-        self._kept_for = kept_for(plan.methods, plan.settings.get("residual"))
+        self._kept_for = kept_for(plan.methods, plan.settings.get("residual")) | entered_for(plan.methods, {})
         self._has_logits: bool | None = None
         self._first: FirstProof | None = None
         self._kept: tuple[float, float] | None = None  # bytes for each token, and for each pair of them
@@ -170,23 +170,25 @@ class Worker:
         inputs = self._together(batch)
         settings: Any = {"tokenizer": self._tokenizer, **self._kept_for}
         target: Any = None
-        seen: list[Trace] = []
+        alone: list[Any] = []
         if self._targeted:
             target = [one.target for one in batch] if self._plan.target == "label" else self._plan.target
         if self._targeted and target is None:
             if not self._has_logits:
-                seen = self._captured(inputs, {**settings, "at_each_layer": False})
+                seen = self._captured(inputs, {**settings, "at_each_layer": False, "entered": False})
                 self._has_logits = has_logits(seen[0].output)
-            alone = [norm_at(trace.readout, trace.decoder_start or 0) for trace in seen]
+                alone = [norm_at(trace.readout, trace.decoder_start or 0) for trace in seen]
             target = "predicted" if self._has_logits else _each(alone, inputs)
         traces = self._captured(inputs, {**settings, "target": target})
         if len(traces) != len(batch):
             raise ValueError(f"the model was given {len(batch)} examples and attended over {len(traces)}")
         targets: list[Any] = [None] * len(batch)
-        if seen and not self._has_logits:
-            targets = [norm_at(trace.readout, trace.decoder_start or 0) for trace in seen]
+        if alone and not self._has_logits:
+            targets = alone
+            traces = [_of_target(trace, own) for trace, own in zip(traces, alone, strict=True)]
         elif self._targeted:
-            targets = [target if callable(target) else trace.target and trace.target["target"] for trace in traces]
+            named = isinstance(as_target(target), Classes)
+            targets = [trace.target and trace.target["target"] if named else target for trace in traces]
         logits = getattr(traces[0].output, "logits", traces[0].output)
         return traces, targets, _predicted(logits) or [{} for _ in batch]
 
@@ -315,6 +317,16 @@ def _facts(example: Example) -> dict[str, Any]:
 def _utf8(text: str) -> str:
     r"""The text with escapes (\udcff) for what is no UTF-8, which no Parquet file takes."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _of_target(trace: Trace, target: Callable[[Any], torch.Tensor]) -> Trace:
+    """A trace of a batch, whose gradients are those of a target of its own example."""
+    entered = trace.entered
+    return replace(
+        trace,
+        target={**(trace.target or {}), "target": target.__name__},
+        entered=None if entered is None else entered._replace(targets=(as_target(target),)),
+    )
 
 
 def _each(targets: Sequence[Callable[[Any], torch.Tensor]], inputs: Any) -> Callable[[Any], torch.Tensor]:
