@@ -23,14 +23,20 @@ EDGES = "conserved-relevance"
 
 def of_shares(trace: Trace) -> float:
     """The size of all routes together, from the top down, if each edge had its share of what came to its node."""
-    layers, biases = carried_relevance(relevance_graph(trace, EDGES, {}))
+    layers, at_keys, at_queries = carried_relevance(relevance_graph(trace, EDGES, {}))
     arriving, ended = np.abs(leaving(trace, len(layers) - 1)), 0.0
     for number in reversed(range(len(layers))):
-        parts = np.abs(np.column_stack([layers[number], biases[number]]))
-        own = np.abs(leaving(trace, number))[:, None]
-        *arriving, taken = arriving @ np.divide(parts, own, out=np.zeros_like(parts), where=own > 0)
-        ended += taken
-    return ended + sum(arriving)
+        edges, came = layers[number], layers[number].sum(0)
+        own = np.abs(leaving(trace, number))
+        ended += float((arriving * shares(at_queries[number], own)).sum())
+        arriving = arriving @ shares(edges, own[:, None])
+        ended += float((arriving * shares(at_keys[number], came)).sum())
+        arriving = arriving * shares(came - at_keys[number], came)
+    return ended + float(arriving.sum())
+
+
+def shares(parts: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    return np.abs(np.divide(parts, whole, out=np.zeros_like(parts), where=whole != 0))
 
 
 def leaving(trace: Trace, number: int) -> np.ndarray:

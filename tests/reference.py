@@ -349,20 +349,25 @@ def shares(rows):
 def room_of_signed(layers, taken, sign):
     """What a signed flow carries with one sign between nodes (level, position), as {(above, under): amount}.
 
-    layers (query, key), the lowest first, with what ends at the queries of each. A route begins at "begin", and ends at
-    level 0, at "biases" or at "cancelled".
+    layers (query, key), the lowest first, with what ends at the nodes of each level. A route begins at "begin", and
+    ends at ("token", position), at "biases" or at "cancelled".
     """
     room, into, out, top = {}, {}, {}, len(layers)
     for number, layer in enumerate(layers):
         for i, j in np.ndindex(layer.shape):
             room[(number + 1, i), (number, j)] = max(0, sign * layer[i, j])
-        for i, biases in enumerate(taken[number]):
-            room[(number + 1, i), "biases"] = max(0, sign * biases)
+    for level, ends in enumerate(taken):
+        for i, biases in enumerate(ends):
+            room[(level, i), "biases"] = max(0, sign * biases)
+    for j, biases in enumerate(sign * taken[0]):
+        came, against = (sum(max(0, one * amount) for amount in layers[0][:, j]) for one in (sign, -sign))
+        kept = came - biases if biases > 0 else came + max(0, -biases - against)
+        room[(0, j), ("token", j)] = max(0, kept)
     for (above, under), amount in room.items():
         out[above] = out.get(above, 0) + amount
         into[under] = into.get(under, 0) + amount
-    for level in range(1, top + 1):
-        for i in range(len(layers[level - 1])):
+    for level, ends in enumerate(taken):
+        for i in range(len(ends)):
             node = level, i
             more = out[node] - (into[node] if level < top else 0)
             room["begin", node] = max(0, more)
@@ -373,7 +378,7 @@ def room_of_signed(layers, taken, sign):
 def widest(node, room):
     """The route from a node whose narrowest edge is the widest, to a token or where something ends: (width, nodes)."""
     following = [under for above, under in room if above == node]
-    if node in ("biases", "cancelled") or node[0] == 0:
+    if node in ("biases", "cancelled") or node[0] == "token":
         return float("inf"), [node]
     best = 0.0, [node]
     for under in following:

@@ -28,7 +28,8 @@ def kept(model, inputs, target=1, rules="cp-lrp", **settings):
 def flow_of(seed, depth=3, width=4):
     """A random signed flow, and what ends at its nodes; some edges and some ends are 0."""
     rng = np.random.default_rng(seed)
-    layers, taken, coming = [], [], rng.normal(size=width)
+    coming = rng.normal(size=width)
+    layers, taken = [], []
     for _ in range(depth):
         layer = rng.normal(size=(width, width)) * (rng.random((width, width)) < 0.7)
         ends = rng.normal(size=width) * (rng.random(width) < 0.5)
@@ -36,7 +37,7 @@ def flow_of(seed, depth=3, width=4):
         layers.insert(0, layer)
         taken.insert(0, ends)
         coming = layer.sum(0)
-    return layers, taken
+    return layers, [2 * rng.normal(size=width) * (rng.random(width) < 0.7), *taken]
 
 
 def check(found, layers, taken):
@@ -49,11 +50,11 @@ def check(found, layers, taken):
         if end == "token":
             tokens[nodes[-1]] = tokens.get(nodes[-1], 0) + amount
         elif end == "biases":
-            ends[level - len(nodes)][nodes[-1]] += amount
+            ends[level - len(nodes) + 1][nodes[-1]] += amount
     largest = max(float(np.abs(layer).max()) for layer in layers)
     for expected, one in zip([*layers, *taken], [*over, *ends], strict=True):
         np.testing.assert_allclose(one, expected, atol=1e-6 * largest)
-    column = layers[0].sum(0)
+    column = layers[0].sum(0) - taken[0]
     np.testing.assert_allclose([tokens.get(at, 0) for at in range(len(column))], column, atol=1e-6 * largest)
 
 
@@ -71,7 +72,7 @@ def test_every_route_is_the_widest_of_those_that_are_left(seed):
             if amount * sign > 0:
                 assert sign * amount == pytest.approx(reference.widest("begin", room)[0])
                 route = ["begin", *((level - at, node) for at, node in enumerate(nodes))]
-                for edge in pairwise(route if end == "token" else [*route, end]):
+                for edge in pairwise([*route, ("token", nodes[-1]) if end == "token" else end]):
                     room[edge] -= sign * amount
         assert max(map(abs, room.values())) < 1e-12
     check(found, layers, taken)
@@ -81,13 +82,20 @@ def test_every_route_is_the_widest_of_those_that_are_left(seed):
 
 
 def test_routes_of_one_layer_and_of_nothing():
-    found = signed.routes([np.array([[2.0, -3.0]])], [np.array([0.5])])
+    found = signed.routes([np.array([[2.0, -3.0]])], [np.zeros(2), np.array([0.5])])
     assert [(route.amount, route.nodes, route.end) for route in found] == [
         (-3.0, (0, 1), "token"),
         (2.0, (0, 0), "token"),
         (0.5, (0,), "biases"),
     ]
-    assert signed.routes([np.zeros((2, 2))], [np.zeros(2)]) == []
+    assert signed.routes([np.zeros((2, 2))], [np.zeros(2)] * 2) == []
+    # Of 2 a token's biases take 3: what they lack speaks against it.
+    found = signed.routes([np.array([[2.0]])], [np.array([3.0]), np.zeros(1)])
+    assert [(route.amount, route.level, route.nodes, route.end) for route in found] == [
+        (2.0, 1, (0, 0), "biases"),
+        (1.0, 0, (0,), "biases"),
+        (-1.0, 0, (0,), "token"),
+    ]
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "vit"])
@@ -97,10 +105,11 @@ def test_routes_of_a_model_add_up_to_what_leaves_its_last_layer(family):
     found = paths(trace, edges=EDGES, top=None)
     own = [layer.carried for layer in trace.layers]
     layers = [attnflow.relevance(trace, edges=EDGES, carry="layer", layer=at).scores for at in range(len(own))]
+    between = [under.biases + above.key_biases for under, above in pairwise(own)]
     check(
         [(one.amount, one.steps[0].layer + 1, [step.position for step in one.steps], one.end) for one in found],
         layers,
-        [one.biases.numpy() for one in own],
+        [one.numpy() for one in (own[0].key_biases, *between, own[-1].biases)],
     )
     assert sum(one.amount for one in found) == pytest.approx(float(own[-1].leaving.sum()), rel=1e-9)
     score = trace.target["score"]
@@ -121,7 +130,7 @@ def test_routes_of_a_sentence_add_up_to_its_score(data):
             assert paths(trace, token=token, edges=EDGES, top=2) == own[:2]
             assert all(one.end == "token" and one.steps[-1][:2] == (-1, token) for one in own)
         assert sum(one.amount for one in found if one.end == "cancelled") == pytest.approx(0, abs=1e-5)
-        biases = sum(float(layer.carried.biases.sum()) for layer in trace.layers)
+        biases = sum(float((one.carried.biases + one.carried.key_biases).sum()) for one in trace.layers)
         assert sum(one.amount for one in found if one.end == "biases") == pytest.approx(biases, abs=1e-5)
 
 
@@ -139,7 +148,7 @@ def test_layers_between_have_routes_of_their_own():
     model, inputs = example_of("bert")
     trace = kept(model, inputs, score_of)
     found = paths(trace, edges=EDGES, layer=0, top=None)
-    assert {one.steps[0].layer for one in found} == {0}
+    assert max(one.steps[0].layer for one in found) == 0
     assert sum(one.amount for one in found) == pytest.approx(float(trace.layers[0].carried.leaving.sum()), rel=1e-9)
     found = paths(trace, token=2, edges=EDGES, start_layer=1, top=None)
     assert {one.steps[-1].layer for one in found} == {0}

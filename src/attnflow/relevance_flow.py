@@ -20,10 +20,20 @@ _FIRST = 1024
 
 
 class CarriedRelevance(NamedTuple):
-    """Of each layer, the lowest first: what its edges (query, key) carried, and what its biases took at each query."""
+    """What the edges (query, key) of each layer carried, and what biases took at each position, the lowest first.
+
+    at_keys, at_queries: by the biases of each layer. taken: of the input, and of what each layer gives: at the queries
+    of that layer and at the keys of the one above it.
+    """
 
     layers: list[NDArray[np.float64]]
-    biases: list[NDArray[np.float64]]
+    at_keys: list[NDArray[np.float64]]
+    at_queries: list[NDArray[np.float64]]
+
+    @property
+    def taken(self) -> list[NDArray[np.float64]]:
+        between = [under + above for under, above in zip(self.at_queries, self.at_keys[1:], strict=False)]
+        return [self.at_keys[0], *between, self.at_queries[-1]]
 
 
 def relevance_graph(attention: Trace | Any, edges: str, settings: Mapping[str, Any]) -> AttentionGraph:
@@ -60,20 +70,21 @@ def carried_relevance(graph: AttentionGraph) -> CarriedRelevance:
             f"{share:.1%} of what leaves layer {highest} is from other positions than the query, such as {others[0]}, "
             "and no edge tells which of it goes where: leave query out"
         )
-    return CarriedRelevance(layers, [one.biases.cpu().double().numpy() for one in own])
+    taken = [[part.cpu().double().numpy() for part in (one.key_biases, one.biases)] for one in own]
+    return CarriedRelevance(layers, [keys for keys, _ in taken], [queries for _, queries in taken])
 
 
 def carried_routes(graph: AttentionGraph, tokens: Sequence[int] | None, top: int | None) -> list[signed.Route]:
     """The largest routes of a graph of `relevance_graph`, those to some tokens or, with None, to any end."""
     if top is not None and top < 0:
         raise ValueError(f"the number of paths must not be negative; it is {top}")
-    layers, biases = carried_relevance(graph)
+    carried = carried_relevance(graph)
     if tokens is None or top is None:
-        found = signed.routes(layers, biases, count=top if tokens is None else None)
+        found = signed.routes(carried.layers, carried.taken, count=top if tokens is None else None)
         return [one for one in found if tokens is None or _reaches(one, tokens)]
     count = _FIRST
     while True:
-        found = signed.routes(layers, biases, count=count)
+        found = signed.routes(carried.layers, carried.taken, count=count)
         fitting = [one for one in found if _reaches(one, tokens)]
         if len(fitting) >= top or len(found) < count:
             return fitting[:top]

@@ -123,7 +123,7 @@ def graph_of(trace: Trace, relevances: Sequence[Relevance]) -> Graph:
 def _carried(trace: Trace, chosen: _Choice) -> Graph:
     """What every layer carried of a score, and the largest routes that it makes up."""
     graph = relevance_graph(trace, chosen.edges, chosen.settings)
-    layers, biases = carried_relevance(graph)
+    layers, at_keys, at_queries = carried_relevance(graph)
     found = carried_routes(graph, None, CARRIED)
     assert trace.target is not None  # relevance is of one
     return Graph(
@@ -134,9 +134,9 @@ def _carried(trace: Trace, chosen: _Choice) -> Graph:
         left_out=[[] for _ in layers],
         carried=Carried(
             score=trace.target["score"],
-            leaving=float(layers[-1].sum() + biases[-1].sum()),
-            biases=[float(taken.sum()) for taken in biases],
-            received=layers[0].sum(0).tolist(),
+            leaving=float(layers[-1].sum() + at_queries[-1].sum()),
+            biases=[float(keys.sum() + queries.sum()) for keys, queries in zip(at_keys, at_queries, strict=True)],
+            received=(layers[0].sum(0) - at_keys[0]).tolist(),
             routes=[
                 {"amount": one.amount, "level": one.level, "steps": list(one.nodes), "end": one.end} for one in found
             ],

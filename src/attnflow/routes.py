@@ -49,7 +49,7 @@ class Path(NamedTuple):
     """One route of a flow: what runs along it, as an amount and as a share of the flow, and its steps down.
 
     end: whether it reaches an input token, as every route of a maximum flow does; one of conserved relevance may also
-    be taken by the "biases" of the layer under its last step, or be "cancelled" there by as much of the other sign.
+    be taken by "biases" at its last step, or be "cancelled" there by as much of the other sign.
     """
 
     amount: float
@@ -176,8 +176,8 @@ def group_flow(
 
     With edges="conserved-relevance" a value is what the layer really carried, signed, from the queries of the row's
     group to the keys of the column's: the sum of its edges, in units of the score, whatever lies below. Groups that
-    cover every token once have scores that add up to what leaves the layer, but for what its biases took ("bias_shares"
-    in the checks, as shares of the score). start_layer has no part in it.
+    cover every token once have scores that add up to what leaves the layer, less what its biases took before attention
+    handed it on ("bias_shares" in the checks holds all that they took). start_layer has no part in it.
 
     groups: names and positions, which count both as queries and as inputs; those of the trace (`Trace.groups`) if none
     are given. The settings and checks are those of `attnflow.flow`. Flow between different groups as a share of all

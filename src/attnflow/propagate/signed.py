@@ -42,54 +42,62 @@ def routes(layers: Sequence[Array], taken: Sequence[Array], *, count: int | None
     what is cancelled within the graph adds up to 0 over both signs, so that all routes add up to what goes on at the
     top, and those to a token to what it receives. No route carries more than its edges do.
 
-    layers (query, key): what edges carry, the lowest first. taken (query,): what ends at the queries of each layer, so
-    that the sums of a row and of the column above it differ by that. count: how many are wanted, all if absent.
+    layers (query, key): what edges carry, the lowest first. taken (node,): what ends at the nodes of each level, the
+    lowest first, so that the sums of a row and of the column above it differ by that. count: how many are wanted, all
+    if absent.
 
     >>> layers = [np.array([[3.0, 0.0], [0.0, -1.0]]), np.array([[2.0, -1.0]])]
-    >>> for route in routes(layers, [np.array([-1.0, 0.0]), np.zeros(1)]):
+    >>> for route in routes(layers, [np.zeros(2), np.array([-1.0, 0.0]), np.zeros(1)]):
     ...     print(route)
     Route(amount=2.0, level=2, nodes=(0, 0, 0), end='token')
     Route(amount=1.0, level=1, nodes=(0, 0), end='token')
     Route(amount=-1.0, level=2, nodes=(0, 1, 1), end='token')
     Route(amount=-1.0, level=1, nodes=(0,), end='biases')
     """
-    sizes = [*(len(layer) for layer in reversed(layers)), layers[0].shape[1]]
     found = list[Route]()
     for sign in (1, -1):
-        for amount, nodes in cuts.taken_apart(_with_ends(layers, taken, sign), count):
+        carried = _with_ends([sign * layer for layer in layers], [sign * ends for ends in taken])
+        sizes = [*(len(layer) - 3 for layer in reversed(carried)), carried[0].shape[1] - 3]
+        for amount, nodes in cuts.taken_apart(carried, count):
             found.append(_route(sign * amount, nodes, sizes))
     return sorted(found, key=lambda route: -abs(route.amount))[:count]
 
 
 def _route(amount: float, nodes: Sequence[int], sizes: Sequence[int]) -> Route:
-    """The part of a route that runs through nodes of the flow. sizes: of the levels, from the top down."""
-    own = [node for node, size in zip(nodes, sizes, strict=True) if node < size]
-    level = next(level for level, (node, size) in enumerate(zip(nodes, sizes, strict=True)) if node < size)
+    """The part of a route that runs through nodes of the flow, without its step from the input to where it ends there.
+
+    sizes: of the levels, from the top down, and of the ends of tokens below them.
+    """
+    own = [down for down, (node, size) in enumerate(zip(nodes, sizes[:-1], strict=False)) if node < size]
     end: End = "token"
     if (last := nodes[-1] - sizes[-1]) >= 0:
         end = "biases" if last == _BIASES else "cancelled"
-    return Route(amount, len(sizes) - 1 - level, tuple(own), end)
+    return Route(amount, len(sizes) - 2 - own[0], tuple(nodes[down] for down in own), end)
 
 
-def _with_ends(layers: Sequence[Array], taken: Sequence[Array], sign: int) -> list[Array]:
-    """What is carried with one sign, as a flow from the top level to the lowest through the nodes beside."""
-    parts = [np.maximum(sign * layer, 0) for layer in layers]
-    ends = [np.maximum(sign * biases, 0) for biases in taken]
-    going = [part.sum(1) + biases for part, biases in zip(parts, ends, strict=True)]
+def _with_ends(layers: Sequence[Array], taken: Sequence[Array]) -> list[Array]:
+    """What is carried above 0, as a flow from the top level down to the ends of tokens, through the nodes beside.
+
+    A token keeps the sign that came to it, but for what is taken there: more than came of one sign leaves the other.
+    """
+    parts, ends = [np.maximum(layer, 0) for layer in layers], [np.maximum(one, 0) for one in taken]
+    against = np.maximum(-taken[0], 0) - np.maximum(-layers[0], 0).sum(0)
+    parts.insert(0, np.diag(np.maximum(parts[0].sum(0) - ends[0], 0) + np.maximum(against, 0)))
+    going = [part.sum(1) + one for part, one in zip(parts, ends, strict=True)]
     coming = [*(part.sum(0) for part in parts[1:]), going[-1]]
     everything = sum(float(amount.sum()) for amount in going)
     result = list[Array]()
     for number, part in enumerate(parts):
-        queries, keys = part.shape
-        whole = np.zeros((queries + 3, keys + 3))
-        whole[:queries, :keys] = part
-        whole[:queries, keys + _BIASES] = ends[number]
-        whole[:queries, keys + _CANCELLED] = np.maximum(coming[number] - going[number], 0)
+        nodes, under = part.shape
+        whole = np.zeros((nodes + 3, under + 3))
+        whole[:nodes, :under] = part
+        whole[:nodes, under + _BIASES] = ends[number]
+        whole[:nodes, under + _CANCELLED] = np.maximum(coming[number] - going[number], 0)
         if number < len(parts) - 1:
             for end in (_BIASES, _CANCELLED):
-                whole[queries + end, keys + end] = everything
+                whole[nodes + end, under + end] = everything
         if number:
-            whole[queries + _BEGIN, keys + _BEGIN] = everything
-            whole[queries + _BEGIN, :keys] = np.maximum(going[number - 1] - coming[number - 1], 0)
+            whole[nodes + _BEGIN, under + _BEGIN] = everything
+            whole[nodes + _BEGIN, :under] = np.maximum(going[number - 1] - coming[number - 1], 0)
         result.append(whole)
     return result
