@@ -72,7 +72,8 @@ def flow_by_networkx(top, below, query, token):
 def flow_by_scipy(top, below, query, token):
     """The maximum flow of one pair where every capacity is an integer below 2^31."""
     (above, under, capacity), nodes = numbered_edges(top, below, query, token)
-    graph = csr_array((capacity.astype(np.int32), (above, under)), shape=(nodes, nodes))
+    ends = tuple(np.asarray(end, dtype=np.int32) for end in (above, under))  # which older scipy asks for
+    graph = csr_array((capacity.astype(np.int32), ends), shape=(nodes, nodes))
     return maximum_flow(graph, 0, 1).flow_value
 
 

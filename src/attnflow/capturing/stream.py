@@ -102,7 +102,7 @@ class Stream(Rules):
     def _among(self, seen: Sequence[_Seen], place: dict[Any, tuple[int, int]]) -> _Seen | None:
         """The one nearest the score of those that everything passes through."""
         nearest: tuple[int, _Seen] | None = None
-        for one in seen:
+        for one in (one for one in seen if one.x.requires_grad):
             edge = get_gradient_edge(one.x)
             at, output = place.get(edge.node, (-1, -1))
             written = one.x._version != one.version  # pyright: ignore[reportPrivateUsage]
