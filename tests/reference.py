@@ -345,3 +345,45 @@ def kept_share(parts):
 
 def shares(rows):
     return rows / rows.sum(-1, keepdims=True)
+
+
+def room_of_signed(layers, taken, sign):
+    """What a signed flow carries with one sign between nodes (level, position), as {(above, under): amount}.
+
+    layers (query, key), the lowest first, with what ends at the nodes of each level. A route begins at "begin", and
+    ends at ("token", position), at "biases" or at "cancelled".
+    """
+    room, into, out, top = {}, {}, {}, len(layers)
+    for number, layer in enumerate(layers):
+        for i, j in np.ndindex(layer.shape):
+            room[(number + 1, i), (number, j)] = max(0, sign * layer[i, j])
+    for level, ends in enumerate(taken):
+        for i, biases in enumerate(ends):
+            room[(level, i), "biases"] = max(0, sign * biases)
+    for j, biases in enumerate(sign * taken[0]):
+        came, against = (sum(max(0, one * amount) for amount in layers[0][:, j]) for one in (sign, -sign))
+        kept = came - biases if biases > 0 else came + max(0, -biases - against)
+        room[(0, j), ("token", j)] = max(0, kept)
+    for (above, under), amount in room.items():
+        out[above] = out.get(above, 0) + amount
+        into[under] = into.get(under, 0) + amount
+    for level, ends in enumerate(taken):
+        for i in range(len(ends)):
+            node = level, i
+            more = out[node] - (into[node] if level < top else 0)
+            room["begin", node] = max(0, more)
+            room[node, "cancelled"] = max(0, -more)
+    return room
+
+
+def widest(node, room):
+    """The route from a node whose narrowest edge is the widest, to a token or where something ends: (width, nodes)."""
+    following = [under for above, under in room if above == node]
+    if node in ("biases", "cancelled") or node[0] == "token":
+        return float("inf"), [node]
+    best = 0.0, [node]
+    for under in following:
+        width, nodes = widest(under, room)
+        if min(width, room[node, under]) > best[0]:
+            best = min(width, room[node, under]), [node, *nodes]
+    return best

@@ -36,7 +36,7 @@ def balance(trace):
     for layer in trace.layers:
         edges = (layer.attention() * layer.gradient.of(slice(None))).sum(0).double()
         own = layer.carried
-        found.append(own.leaving - edges.sum(1) + edges.sum(0) - own.biases - own.entering)
+        found.append(own.leaving - edges.sum(1) + edges.sum(0) - own.biases - own.key_biases - own.entering)
     return torch.stack(found)
 
 
@@ -54,7 +54,8 @@ def test_every_token_of_every_layer_is_in_balance(family):
     # Some models compute their norms or their rotations in single precision.
     check(trace, 1e-6 if family in ("llama_gqa", "qwen3") else 1e-10)
     has_biases = any(name.endswith(".bias") for name, _ in model.named_parameters())
-    assert has_biases == any(bool(layer.carried.biases.any()) for layer in trace.layers)
+    own = [layer.carried for layer in trace.layers]
+    assert has_biases == any(bool(one.biases.any() or one.key_biases.any()) for one in own)
     torch.testing.assert_close(first_tensor(trace.output), first_tensor(run(model, inputs)))
 
 
@@ -98,8 +99,23 @@ def test_edges_add_up_to_what_enters_and_what_leaves():
     trace = capture(model, inputs, target=score_of, rules="cp-lrp", keep="relevance")
     for number, layer in enumerate(trace.layers):
         edges = attnflow.relevance(trace, edges="conserved-relevance", carry="layer", layer=number).scores
-        np.testing.assert_allclose(edges.sum(0), layer.carried.entering, rtol=1e-8, atol=1e-10)
-        np.testing.assert_allclose(edges.sum(1), layer.carried.leaving - layer.carried.biases, rtol=1e-8, atol=1e-10)
+        own = layer.carried
+        np.testing.assert_allclose(edges.sum(0), own.entering + own.key_biases, rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(edges.sum(1), own.leaving - own.biases, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "vit", "falcon_multi_query"])
+def test_biases_are_taken_on_their_side_of_attention(family):
+    """Where nothing leaves the last block, biases of values and of a norm before attention take, at keys."""
+    model, inputs = example_of(family)
+    trace = capture(
+        model, inputs, target=lambda output: first_tensor(output)[:, -1].norm(), rules="cp-lrp", keep="relevance"
+    )
+    top = trace.layers[-1].carried
+    unread = top.leaving == 0
+    assert int(unread.sum()) == len(unread) - 1
+    assert not top.biases[unread].any()
+    assert top.key_biases[unread].any()
 
 
 @pytest.mark.parametrize("rules", ["libra", "attnlrp"])

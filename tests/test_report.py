@@ -19,6 +19,8 @@ import pytest
 import torch
 
 import attnflow
+import fuzz_flow
+import reference
 from attnflow.answer import Relevance
 from attnflow.methods import kept_for
 from attnflow.reporting import draw_curves, heads_of
@@ -27,6 +29,7 @@ from attnflow.show.document import in_script
 from attnflow.show.listing import disagreement, examples_of
 from attnflow.show.report import GRAPH_EDGES, SCRIPTS, Start, command_of, pack, page, python_lines
 from classifiers import small_bert, small_vit, sst2, sst2_examples, tokenizer
+from test_encoder_decoder import bart, build
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>",
@@ -96,6 +99,15 @@ def hostile() -> Relevance:
 @pytest.fixture(scope="module")
 def answers(minilm_trace):
     return [attnflow.relevance(minilm_trace, name, layer="all") for name in ("rollout", "flow", "raw")]
+
+
+@pytest.fixture(scope="module")
+def conserved():
+    """Answers of relevance that is conserved, and a trace that holds what every block carried."""
+    model, words, text = small_bert(), tokenizer(), "the keys are here"
+    trace = attnflow.capture(model, text, tokenizer=words, target=1, rules="cp-lrp", keep="relevance")
+    layers = attnflow.relevance(trace, edges="entering-relevance", carry="received", layer="all")
+    return [attnflow.explain(model, text, "cp-lrp", tokenizer=words, target=1), layers], trace
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +273,23 @@ def test_one_page_holds_all_methods_and_every_query(tmp_path):
     done = run("report", "k-flow.json", "k-rollout.json", "-o", "both.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(data_of((tmp_path / "both.html").read_text())["answers"]) == 2
+
+
+def test_a_page_of_relevance_that_adds_up_draws_what_was_carried(command, tmp_path):
+    asked = ("text", "The keys are here.", "--method", "cp-lrp,rollout")
+    page, picture = tmp_path / "k.html", tmp_path / "k.svg"
+    code, _, errors = command(*asked, "-o", page)
+    assert code == 0, errors
+    data = data_of(page.read_text())
+    assert [answer["method"] for answer in data["answers"]] == ["cp-lrp", "rollout"]
+    assert data["graph"]["carried"]["score"] == pytest.approx(sum(data["graph"]["carried"]["biases"]) + sum(
+        data["graph"]["carried"]["received"]), rel=1e-5)  # fmt: skip
+    code, _, errors = command(*asked, "--picture", "graph", "-o", picture)
+    assert code == 0, errors
+    assert "conserved relevance (cp-lrp)" in "".join(ElementTree.parse(picture).getroot().itertext())
+    code, _, errors = command(*asked, "--picture", "graph", "--words", "-o", tmp_path / "w.svg")
+    assert code == 2
+    assert "has one node for each token; leave --words out" in errors
 
 
 def test_folders_and_evaluations_have_pages(answers, several, evaluation, tmp_path):
@@ -444,15 +473,135 @@ def test_what_edges_carry_adds_up_to_rollout(minilm_trace, answers, tmp_path):
         assert sum(found) == pytest.approx(rollout[5], rel=1e-5)
 
 
-def test_a_page_holds_the_routes_and_cuts_of_the_readout(minilm_trace, answers, tmp_path):
-    graph = data_of(attnflow.report(answers, tmp_path / "page.html", trace=minilm_trace).read_text())["graph"]
-    flow = attnflow.flow(minilm_trace, query=0).scores[0]
-    assert [route["token"] for route in graph["routes"]] == np.argsort(-answers[0].scores[-1, 0])[:5].tolist()
+def flows(text: str, pairs, tmp_path: Path):
+    """What the page's script works out for pairs (query, token) of its graph."""
+    return by_node(text, f"{json.dumps(pairs)}.map(([q, t]) => flowBetween(data.graph, q, t, 5))", tmp_path)
+
+
+def check_flow(found, value, layers, query, token):
+    """A flow of the value whose routes are within their edges, and a cut as large, through which nothing else gets."""
+    assert found["flow"] == pytest.approx(value, rel=1e-6, abs=1e-12)
+    assert sum(edge["capacity"] for edge in found["cut"]) == pytest.approx(value, rel=1e-6, abs=1e-12)
+    without = {(edge["layer"], edge["query"], edge["key"]) for edge in found["cut"]}
+    assert not reference.carries(layers[-1], layers[:-1], query, token, without)
+    over = [np.zeros_like(layer) for layer in layers]
+    for path in found["paths"]:
+        assert (path["steps"][0], path["steps"][-1]) == (query, token)
+        for down, (above, under) in enumerate(zip(path["steps"], path["steps"][1:], strict=False)):
+            over[len(layers) - 1 - down][above, under] += path["amount"]
+    for own, layer in zip(over, layers, strict=True):
+        assert (own <= layer * (1 + 1e-6)).all()
+
+
+def test_the_page_works_out_the_flow_between_any_two(minilm_trace, answers, tmp_path):
+    text = attnflow.report(answers, tmp_path / "page.html", trace=minilm_trace).read_text()
+    graph = data_of(text)["graph"]
+    assert graph["routes"] == []
+    layers = [np.frombuffer(base64.b64decode(layer["weights"]), "<f4").reshape(12, 12) for layer in graph["layers"]]
+    layers = [layer.astype(float) for layer in layers]
+    pairs = [(query, token) for query in range(12) for token in range(12)]
+    expected = attnflow.flow(minilm_trace).scores
+    for (query, token), found in zip(pairs, flows(text, pairs, tmp_path), strict=True):
+        check_flow(found, expected[query, token], layers, query, token)
+        assert len(found["paths"]) == 5
+        if query == token % 5:  # a few, for each is two searches here
+            assert {(edge["layer"], edge["query"], edge["key"]) for edge in found["cut"]} == {
+                edge[:3] for edge in attnflow.min_cut(minilm_trace, query, token)
+            }
+            amounts = [path.amount for path in attnflow.paths(minilm_trace, query, token)]
+            assert found["paths"][0]["amount"] == pytest.approx(amounts[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", fuzz_flow.KINDS)
+def test_flows_of_the_page_on_random_graphs(kind, tmp_path):
+    rng = np.random.default_rng(fuzz_flow.KINDS.index(kind))
+    layers = [fuzz_flow.capacities(rng, kind, (9, 9)) for _ in range(4)]
+    largest = max(layer.max() for layer in layers)
+    layers = [(layer / largest).astype(np.float32).astype(float) for layer in layers]
+    trace = attnflow.Trace.from_arrays(layers, edges=True)
+    relevance = attnflow.relevance(trace, "flow", residual=0)
+    text = attnflow.report(relevance, tmp_path / "page.html", trace=trace).read_text()
+    pairs = [(query, token) for query in range(9) for token in range(0, 9, 4)]
+    for (query, token), found in zip(pairs, flows(text, pairs, tmp_path), strict=True):
+        value = relevance.scores[query, token]
+        assert found["flow"] == pytest.approx(value, rel=1e-5, abs=0), (query, token)
+        assert sum(edge["capacity"] for edge in found["cut"]) == pytest.approx(value, rel=1e-5, abs=0)
+
+
+def test_what_a_layer_does_not_concern_lets_everything_through(tmp_path):
+    (trace,) = attnflow.capture_batch(*build(bart))[:1]
+    assert any(layer.left_out for layer in trace.layers)
+    relevance = attnflow.flow(trace)
+    text = attnflow.report(relevance, tmp_path / "page.html", trace=trace).read_text()
+    count = len(trace.tokens)
+    pairs = [(query, token) for query in range(count) for token in range(count)]
+    found = [one["flow"] for one in flows(text, pairs, tmp_path)]
+    np.testing.assert_allclose(np.reshape(found, (count, count)), relevance.scores, rtol=1e-5, atol=1e-9)
+
+
+def test_a_page_without_all_edges_holds_routes_and_cuts_of_the_readout(tmp_path):
+    random = np.random.default_rng(0)
+    weights = random.random((2, 330, 330)) ** 20
+    trace = attnflow.Trace.from_arrays(weights / weights.sum(-1, keepdims=True))
+    rollout = attnflow.rollout(trace, query=3)
+    graph = data_of(attnflow.report(rollout, tmp_path / "page.html", trace=trace).read_text())["graph"]
+    flow = attnflow.flow(trace, query=3).scores[0]
+    assert all("keys" in layer for layer in graph["layers"])
+    assert [route["token"] for route in graph["routes"]] == np.argsort(-rollout.scores[0])[:5].tolist()
     for route in graph["routes"]:
         assert route["flow"] == pytest.approx(flow[route["token"]])
         assert sum(edge["capacity"] for edge in route["cut"]) == pytest.approx(route["flow"])
-        assert all(len(path["steps"]) == 7 and path["steps"][-1] == route["token"] for path in route["paths"])
-        assert {edge["layer"] for edge in route["cut"]} <= set(range(6))
+        assert all(len(path["steps"]) == 3 and path["steps"][-1] == route["token"] for path in route["paths"])
+
+
+def test_a_page_of_conserved_relevance_holds_what_was_carried(conserved, tmp_path):
+    answers, trace = conserved
+    text = attnflow.report(answers, tmp_path / "page.html", trace=trace).read_text()
+    graph = data_of(text)["graph"]
+    carried, score = graph["carried"], trace.target["score"]
+    assert carried["score"] == score
+    assert carried["all_routes"]
+    assert sum(route["amount"] for route in carried["routes"]) == pytest.approx(carried["leaving"], rel=1e-5)
+    assert carried["leaving"] == pytest.approx(float(trace.layers[-1].carried.leaving.sum()), rel=1e-6)
+    np.testing.assert_allclose(carried["received"], trace.layers[0].carried.entering, rtol=1e-3, atol=1e-5)
+    for token in (0, 3):
+        # Of a token what the routes to it bring, layer by layer; of all tokens the edges as they are.
+        edges = by_node(
+            text, f"carriedTo(data.graph, {token})[0].filter((edge) => edge.key !== {token}).length", tmp_path
+        )
+        assert edges == 0
+        into = by_node(text, f"sum(carriedTo(data.graph, {token})[0].map((edge) => edge.carries))", tmp_path)
+        assert into == pytest.approx(carried["received"][token], rel=1e-5, abs=1e-6)
+    for number in range(len(graph["layers"])):
+        edges = attnflow.relevance(trace, edges="conserved-relevance", carry="layer", layer=number).scores
+        found = by_node(
+            text, f"carriedTo(data.graph, -1)[{number}].map((one) => [one.query, one.key, one.carries])", tmp_path
+        )
+        drawn = np.zeros_like(edges)
+        for query, key, amount in found:
+            drawn[int(query), int(key)] = amount
+        np.testing.assert_allclose(drawn, edges, rtol=1e-6)
+        for share in (0.5, 0.9):
+            _, least = by_node(text, f"Object.values(strongest(carriedTo(data.graph, -1), {share}))", tmp_path)
+            assert least >= share
+    # Below the topmost layer routes are the parts that run there.
+    lower = "{ ...data.graph, layers: data.graph.layers.slice(0, 1) }"
+    parts = by_node(text, f"routesTo({lower}, -1).map((one) => [one.level, one.steps.length, one.end])", tmp_path)
+    assert all(level == 1 and steps == 1 + (end == "token") for level, steps, end in parts)
+    drawing = """graphSvg(data.graph, "carried", { queries: [], token: -1, cut: [], route: [0, 1], level: 1,
+        edges: strongest(carriedTo(data.graph, -1), 1).edges }, LIGHT, [])"""
+    strokes = [one.get("stroke") for one in ElementTree.fromstring(by_node(text, drawing, tmp_path)).iter()]
+    assert {"#1f4e79", "#d55e00", "#17202b"} <= set(strokes)
+
+
+def test_the_graph_is_of_attention_where_relevance_is_not_conserved(conserved, tmp_path):
+    answers, _ = conserved
+    trace = attnflow.capture(
+        small_bert(), "the keys are here", tokenizer=tokenizer(), target=1, rules="attnlrp", keep="relevance"
+    )
+    graph = data_of(attnflow.report(answers[0], tmp_path / "page.html", trace=trace).read_text())["graph"]
+    assert graph["carried"] is None
+    assert graph["edges"] == "0.5 (mean over heads of A) + 0.5 I"
 
 
 def test_pictures_are_well_formed_whatever_the_tokens(answers, minilm_trace, photograph, tmp_path):
@@ -565,12 +714,13 @@ def several(minilm, photograph):
 
 
 @pytest.fixture(scope="module")
-def pages(answers, minilm_trace, photograph, several, evaluation, tmp_path_factory):
+def pages(answers, minilm_trace, photograph, several, evaluation, conserved, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     attnflow.report(several, folder / "several.html")
     evaluation.save(folder / "evaluation.html")
     attnflow.report(answers, folder / "text.html", trace=minilm_trace, start=Start(query=0))
     attnflow.report(photograph[0], folder / "image.html", trace=photograph[1], image=photograph[2])
+    attnflow.report(conserved[0], folder / "carried.html", trace=conserved[1])
     hostile().save(folder / "hostile.html")
     return folder
 
@@ -578,7 +728,7 @@ def pages(answers, minilm_trace, photograph, several, evaluation, tmp_path_facto
 @in_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
-@pytest.mark.parametrize("name", ["text", "image", "hostile", "several"])
+@pytest.mark.parametrize("name", ["text", "image", "carried", "hostile", "several"])
 def test_every_view_opens_without_a_complaint(browser, pages, name, width, dark):
     browser.open(pages / f"{name}.html", width=width, dark=dark)
     views = browser.ask("[...document.querySelectorAll('[role=tab]')].map((tab) => tab.dataset.key)")
@@ -614,6 +764,46 @@ def test_sliders_and_keys_change_what_they_should(browser, pages):
     assert "query=3" in browser.ask("location.hash")
     assert browser.ask(colours) != before
     assert browser.ask("document.activeElement.dataset.at") == "3"
+
+
+@in_chromium
+def test_a_query_and_an_input_are_chosen_and_their_flow_is_shown(browser, pages, minilm_trace):
+    browser.open(pages / "text.html", fragment="#view=graph&query=0")
+    head = "document.querySelector('#panel section h2')?.textContent ?? ''"
+    assert browser.ask(head) == ""
+    assert "Choose an input token" in browser.ask("document.getElementById('panel').textContent")
+    for query, token in ((0, 7), (3, 2)):
+        browser.page.locator("[data-key=query]").select_option(str(query))
+        browser.page.locator("[data-key=token]").select_option(str(token))
+        value = attnflow.flow(minilm_trace, query=query).scores[0, token]
+        assert browser.ask(head).startswith(f"Maximum flow {value:.3g} from {minilm_trace.tokens[query]} to ")
+        browser.page.locator("[data-key=route-1]").click()
+        assert browser.ask("document.querySelector('[data-key=route-1]').getAttribute('aria-pressed')") == "true"
+        assert browser.ask("document.querySelectorAll('.graph path[stroke=\"#d55e00\"]').length") == 6
+        browser.page.locator("[data-key=cut]").check()
+        dashed = browser.ask("document.querySelectorAll('.graph path[stroke-dasharray]').length")
+        assert dashed == len(attnflow.min_cut(minilm_trace, query, token))
+        browser.page.locator("[data-key=cut]").uncheck()
+    browser.page.locator("[data-key=query]").select_option("-1")
+    assert "Choose one query and an input token" in browser.ask("document.getElementById('panel').textContent")
+    assert browser.complaints == []
+
+
+@in_chromium
+def test_what_was_carried_is_drawn_in_two_colours(browser, pages, conserved):
+    browser.open(pages / "carried.html", fragment="#view=graph&share=1")
+    strokes = "new Set([...document.querySelectorAll('.graph path')].map((one) => one.getAttribute('stroke')))"
+    assert set(browser.ask(f"[...{strokes}]")) == {"#1f4e79", "#d55e00"}
+    share = "document.getElementById('notes').textContent.match(/at least ([0-9.]+) % of the sum of sizes/)[1]"
+    assert float(browser.ask(share)) == 100
+    browser.open(pages / "carried.html", fragment="#view=graph")
+    assert 80 <= float(browser.ask(share)) < 100
+    browser.page.locator("[data-key=token]").select_option("2")
+    received = float(conserved[1].layers[0].carried.entering[2])
+    assert f"of the {received:+.3g} that " in browser.ask("document.querySelector('#panel section h2').textContent")
+    browser.page.locator("[data-key=route-0]").click()
+    assert browser.ask("document.querySelectorAll('.graph path[stroke=\"#17202b\"]').length") > 0
+    assert browser.complaints == []
 
 
 @in_chromium
@@ -819,7 +1009,7 @@ def faults(browser):
 @in_chromium
 @pytest.mark.long
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", ["text", "image", "hostile", "several", "evaluation"])
+@pytest.mark.parametrize("name", ["text", "image", "carried", "hostile", "several", "evaluation"])
 def test_axe_finds_no_serious_fault(browser, faults, pages, name, dark):
     browser.open(pages / f"{name}.html", dark=dark)
     assert faults() == []

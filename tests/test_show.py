@@ -459,6 +459,20 @@ class TestGraph:
         assert "the 150 strongest of each layer" in foot_of(figure)
         assert "attnflow.paths" in foot_of(figure)
 
+    def test_signs_have_colours_and_strength_is_of_sizes(self):
+        weights = np.zeros((1, 3, 3))
+        weights[0, 0, 1], weights[0, 1, 1], weights[0, 2, 0] = 0.5, -1.0, -0.01
+        figure = attention_graph({"carried": weights}, ["a", "b", "c"], query=1)
+        found = edges(figure.axes[0])
+        assert {key: value[0] for key, value in found.items()} == {
+            (0, 0, 1): to_rgb("#1f4e79"), (0, 1, 1): to_rgb("#d55e00"),
+        }  # fmt: skip
+        assert found[0, 1, 1][1:] > found[0, 0, 1][1:]
+        assert "of size 0.02 to 1; blue speaks for, orange against; strongly drawn: all of query b at 1" in foot_of(
+            figure
+        )
+        assert "of all size, 99% of carried" in foot_of(figure)
+
     def test_of_equal_edges_none_is_drawn_for_its_place(self):
         weights = np.full((1, 20, 20), 0.5)
         weights[0, 3, 4] = 1.0

@@ -22,7 +22,8 @@ _ROWS = 256
 def conserved(call: AttentionLike, queries: list[int]) -> torch.Tensor:
     """R(i, j) = sum over heads of A dA, and on the diagonal also what goes past attention; (1, query, key).
 
-    A row sums to what leaves the block at the query but for what biases took, a column to what enters at the key.
+    A row sums to what leaves the block at the query but for what biases took there (`Carried.biases`), a column to what
+    enters at the key and what biases took at the key (`Carried.key_biases`), as those of a norm before attention do.
     """
     own, gradient = carried(call), call.gradient
     assert gradient is not None  # a trace that holds relevance holds gradients
@@ -47,9 +48,9 @@ def carried(call: AttentionLike) -> Carried:
 def checks(layers: Sequence[Layer], score: float) -> dict[str, Any]:
     """How well relevance is conserved, and the share of the score that biases took in each layer.
 
-    conservation: the largest difference at a token between what the edges bring and what enters the block, x times its
-    gradient there, over the largest relevance that enters the block. It is rounding where rules hold attention weights
-    constant; elsewhere relevance also goes through queries and keys, which no edge shows.
+    conservation: the largest difference at a token between what the edges bring, less what biases took there, and what
+    enters the block, x times its gradient, over the largest relevance that enters the block. It is rounding where rules
+    hold attention weights constant; elsewhere relevance also goes through queries and keys, which no edge shows.
     """
     worst, shares = 0.0, list[float]()
     for layer in layers:
@@ -59,6 +60,6 @@ def checks(layers: Sequence[Layer], score: float) -> dict[str, Any]:
             tiles = [list(rows[start : start + _ROWS]) for start in range(0, count, _ROWS)]
             brought = sum(conserved(call, tile)[0].sum(0) for tile in tiles)
             largest = float(own.entering.abs().max()) or 1.0
-            worst = max(worst, float((brought - own.entering).abs().max()) / largest)
-            shares.append(float(own.biases.sum()) / score if score else 0.0)
+            worst = max(worst, float((brought - own.key_biases - own.entering).abs().max()) / largest)
+            shares.append(float((own.biases + own.key_biases).sum()) / score if score else 0.0)
     return {"conservation": worst, "bias_shares": shares}

@@ -39,6 +39,7 @@ class Edges:
     has rows that sum to 1, as attention does: then copies of a position have the mean of their edges, and rows that no
     longer sum to 1 are divided by their sum before a residual is mixed in. signed: whether an edge may be negative.
     row_normalised: whether rows are divided by their sum unless told otherwise. heads: whether each head has its own.
+    flow: whether edges are what was carried, a flow already, and no weights or capacities.
     """
 
     weigh: Weigh
@@ -50,6 +51,7 @@ class Edges:
     signed: bool = False
     row_normalised: bool = False
     heads: bool = True
+    flow: bool = False
 
 
 def attention(call: AttentionLike, queries: list[int]) -> torch.Tensor:
@@ -159,6 +161,7 @@ EDGES: dict[str, Edges] = {
         _RELEVANCE,
         signed=True,
         heads=False,
+        flow=True,
     ),
     "entering-relevance": Edges(
         entering, "x dx of what enters the block", "after Ali et al. 2022", 0.0, _RELEVANCE, signed=True, heads=False

@@ -234,11 +234,16 @@ def _edges(name: str, trace: Trace) -> Edges:
 
 def _check_relevance(what: str, trace: Trace) -> None:
     """Raise ValueError for a trace that does not hold relevance, or holds windows, in which it is not known."""
-    if any(getattr(layer, "carried", None) is None for layer in trace.layers):
+    if not holds_relevance(trace):
         raise ValueError(
             f"{what} needs the relevance that every block carries: capture(model, inputs, target=..., rules='cp-lrp', "
             "keep='relevance')"
         )
+
+
+def holds_relevance(trace: Trace) -> bool:
+    """Whether a trace holds the relevance that every block carries."""
+    return all(getattr(layer, "carried", None) is not None for layer in trace.layers)
 
 
 def _at_each_layer(trace: Trace) -> bool:

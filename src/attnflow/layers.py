@@ -47,12 +47,14 @@ class Carried:
     """The relevance of a target, token by token (position,), in units of its score: x times its gradient under rules.
 
     entering: of what enters the block around a call. leaving: of what leaves it, which enters the block above. biases:
-    what the biases between the two took.
+    what biases took of the latter before the queries handed it on to keys: those added behind the call. key_biases:
+    what the others, added before the call, took at the keys. (Those inside nn.MultiheadAttention count as behind it.)
     """
 
     entering: torch.Tensor
     leaving: torch.Tensor
     biases: torch.Tensor
+    key_biases: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -285,9 +285,14 @@ def flow_bounds(
 
 def flow_graph(attention: Trace | Any, edges: str, settings: Settings) -> AttentionGraph:
     """The graph of edges that can be capacities, of one explained layer, with room for all of its layers."""
+    check_one_layer(settings)
+    return whole_graph(attention, edges, settings)
+
+
+def check_one_layer(settings: Mapping[str, Any]) -> None:
+    """Refuse every layer at once."""
     if settings.get("layer") == "all":
         raise ValueError('layer="all" cannot be had here: give one layer, such as -1')
-    return whole_graph(attention, edges, settings)
 
 
 def whole_graph(attention: Trace | Any, edges: str, settings: Settings) -> AttentionGraph:

@@ -9,20 +9,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attnflow import conserved
 from attnflow.answer import PAGES, Relevance
 from attnflow.edges import EDGES
 from attnflow.faithfulness.results import Difference, Evaluation, MeanCurve, Summary
 from attnflow.faithfulness.run import ALWAYS
-from attnflow.graph import attention_graph
-from attnflow.methods import METHODS, Method, raw
+from attnflow.graph import attention_graph, holds_relevance
+from attnflow.methods import LEAK, METHODS, Method, raw
+from attnflow.relevance_flow import carried_relevance, carried_routes, relevance_graph
 from attnflow.routes import min_cut, paths
 from attnflow.run_page import save_run_page
 from attnflow.running.results import Run
 from attnflow.show.listing import Chart, Interval, Line, save_list
-from attnflow.show.report import Graph, Heads, Start, save_page
+from attnflow.show.report import Carried, Graph, Heads, Start, holds_all, save_page
 from attnflow.trace import Trace
 
-ROUTES = 5  # tokens to which the routes from the read-out are worked out, and routes to each
+ROUTES = 5  # of a graph that a page does not hold whole: tokens to which there are routes, and routes to each
+CARRIED = 2000  # routes of conserved relevance that a page holds
 HEADS = 1_000_000  # numbers of the heads' attention that a page holds, which are 5 MB
 _CARRIERS = ("product", "flow")  # whose edges a graph can be drawn of
 _GRAPH_SETTINGS = (
@@ -53,10 +56,12 @@ def report(
     there, by default the beginning of its text. A run (`read`) has a page without further settings: what its examples
     say together (`Run.overview`), mean maps of classes, and up to 90 examples.
     trace: what they came from; with it the page draws the graph: the edges of the first relevance that carries edges
-    of 0 or more by product or flow, else attention with a residual of 0.5. From the read-out (or the only query) to the
-    five tokens that it draws on most, routes and minimum cuts are worked out, which a large graph makes slow. The page
-    has also the raw attention of each head, of every query where that is a million numbers or fewer, else of the one
-    that is shown first, and says so.
+    of 0 or more by product or flow, or what was really carried if it is relevance that the trace conserves (the method
+    "cp-lrp", or edges that need capture(..., keep="relevance")), else attention with a residual of 0.5. The page works
+    out the routes and the minimum cut between any query and any token. Of more than 200,000 edges it does not hold all;
+    then they are worked out here, from the read-out (or the only query) to the five tokens that it draws on most.
+    The page has also the raw attention of each head, of every query where that is a million numbers or fewer, else of
+    the one that is shown first, and says so.
     image: the photograph that the patches tile, as for an overlay. command: the command line that made the page.
     start: what is shown first; by default the read-out of the trace, if it is one position.
 
@@ -121,6 +126,8 @@ def graph_of(trace: Trace, relevances: Sequence[Relevance]) -> Graph:
                 "that all relevances came from, or leave it out"
             )
     chosen = _choice(trace, relevances)
+    if EDGES[chosen.edges].flow:
+        return _carried(trace, chosen)
     graph = attention_graph(trace, chosen.edges, **chosen.settings)
     graph.check_room(whole_layers=True)
     top = graph.explained[0]
@@ -128,12 +135,39 @@ def graph_of(trace: Trace, relevances: Sequence[Relevance]) -> Graph:
     layers = [layer.matrix().cpu().double().numpy() for layer in below]
     layers.append(graph.top(top).cpu().double().numpy())
     lowest = top - len(below)
+    few = [] if holds_all(layers) else _routes(trace, chosen, _query(trace, relevances[0]), layers, lowest)
     return Graph(
         layers=layers,
         numbers=tuple(range(lowest, top + 1)),
         tokens=graph.tokens,
         edges=Method(chosen.edges, "product", "", graph.settings).formula,
-        routes=list(_routes(trace, chosen, _query(trace, relevances[0]), layers, lowest)),
+        left_out=[list(layer.left_out) for layer in below] + [graph.left_out(top)],
+        routes=list(few),
+    )
+
+
+def _carried(trace: Trace, chosen: _Choice) -> Graph:
+    """What every layer carried of a score, and the largest routes that it makes up."""
+    graph = relevance_graph(trace, chosen.edges, chosen.settings)
+    layers, at_keys, at_queries = carried_relevance(graph)
+    found = carried_routes(graph, None, CARRIED)
+    assert trace.target is not None  # relevance is of one
+    return Graph(
+        layers=layers,
+        numbers=tuple(range(len(layers))),
+        tokens=graph.tokens,
+        edges=graph.edges.formula,
+        left_out=[[] for _ in layers],
+        carried=Carried(
+            score=trace.target["score"],
+            leaving=float(layers[-1].sum() + at_queries[-1].sum()),
+            biases=[float(keys.sum() + queries.sum()) for keys, queries in zip(at_keys, at_queries, strict=True)],
+            received=(layers[0].sum(0) - at_keys[0]).tolist(),
+            routes=[
+                {"amount": one.amount, "level": one.level, "steps": list(one.nodes), "end": one.end} for one in found
+            ],
+            all_routes=len(found) < CARRIED,
+        ),
     )
 
 
@@ -147,6 +181,8 @@ def _fits(relevance: Relevance, trace: Trace) -> bool:
 def _choice(trace: Trace, relevances: Sequence[Relevance]) -> _Choice:
     for one in relevances:
         name, settings = one.recipe.get("method", ""), one.recipe.get("settings", {})
+        if _is_conserved(name, trace):
+            return _Choice("conserved-relevance", {})
         row = METHODS.get(name)
         if (
             row is not None
@@ -158,6 +194,15 @@ def _choice(trace: Trace, relevances: Sequence[Relevance]) -> _Choice:
             return _Choice(row.edges, {"layer": one.layers[-1], **given})
     top = max(one.layers[-1] for one in relevances)
     return _Choice("attention", {"layer": min(top, len(trace.layers) - 1)})
+
+
+def _is_conserved(name: str, trace: Trace) -> bool:
+    """Whether a method's answer is of the relevance that a trace holds and conserves."""
+    own = EDGES.get(name.partition(" by ")[0])
+    named = trace.target is not None and trace.target.get("rules") == name
+    if not (named or (own is not None and "relevance" in own.needs)) or not holds_relevance(trace):
+        return False
+    return trace.target is not None and conserved.checks(trace.layers, trace.target["score"])["conservation"] <= LEAK
 
 
 def _query(trace: Trace, relevance: Relevance) -> int:

@@ -240,7 +240,9 @@ def _carried(carried: Carried, queries: torch.Tensor, call: Kept) -> Carried:
             "example at a time"
         )
     queries = queries.to(carried.entering.device)
-    return Carried(carried.entering[queries], carried.leaving[queries], carried.biases[queries])
+    return Carried(
+        carried.entering[queries], carried.leaving[queries], carried.biases[queries], carried.key_biases[queries]
+    )
 
 
 def _block(block: Block, queries: torch.Tensor, own: int | None) -> Block:

@@ -36,6 +36,7 @@ class Stream(Rules):
         self._leaves: list[torch.Tensor] = []
         self._recent: list[_Seen] = []
         self._alive: list[list[_Seen]] = []  # before each call of attention, of what was seen since the one before
+        self._constants_below: list[int] = []  # how many constants were added before each call of attention
 
     def given(self, values: Any) -> Any:
         """Inputs of which gradients can be asked without a trace on the caller's own."""
@@ -57,6 +58,7 @@ class Stream(Rules):
         """Say that attention is about to be called: of what was seen, the model holds the stream still."""
         seen = [(weakref.ref(one.x), one.version, one.constants) for one in self._recent]
         self._recent.clear()
+        self._constants_below.append(len(self.constants))
         alive = [(x, version, constants) for ref, version, constants in seen if (x := ref()) is not None]
         self._alive.append([_Seen(*one) for one in alive])
 
@@ -95,7 +97,7 @@ class Stream(Rules):
                 "keep='relevance' found no tensor above the last attention that holds every token: pool the tokens "
                 "after the last block, not within it"
             )
-        return Passages((*found, top), list(self.constants))
+        return Passages((*found, top), [self._constants_below[number] for number in calls], list(self.constants))
 
     def _among(self, seen: Sequence[_Seen], place: dict[Any, tuple[int, int]]) -> _Seen | None:
         """The one nearest the score of those that everything passes through."""
@@ -111,9 +113,13 @@ class Stream(Rules):
 
 @dataclass(frozen=True, eq=False)
 class Passages:
-    """What enters each block and, last, what leaves the topmost; with the constants that were added on the way."""
+    """What enters each block and, last, what leaves the topmost; with the constants that were added on the way.
+
+    at_calls: how many constants were added before the attention of each block was called.
+    """
 
     seen: tuple[_Seen, ...]
+    at_calls: list[int]
     constants: list[torch.Tensor]
 
     @property
@@ -129,13 +135,16 @@ class Passages:
         ]
         streams, constants = relevance[: len(self.seen)], relevance[len(self.seen) :]
         result: list[Carried] = []
-        for below, above, entering, leaving in zip(self.seen, self.seen[1:], streams, streams[1:], strict=False):
-            biases = torch.zeros_like(entering)
-            for one in constants[below.constants : above.constants]:
-                if one.shape == biases.shape:
-                    biases = biases + one
-            result.append(Carried(entering, leaving, biases))
+        for number, (below, above) in enumerate(zip(self.seen, self.seen[1:], strict=False)):
+            entering, leaving, called = streams[number], streams[number + 1], self.at_calls[number]
+            at_keys, at_queries = constants[below.constants : called], constants[called : above.constants]
+            result.append(Carried(entering, leaving, _together(at_queries, entering), _together(at_keys, entering)))
         return result
+
+
+def _together(constants: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """What constants took at each token, those that belong to one."""
+    return torch.stack([torch.zeros_like(like), *(one for one in constants if one.shape == like.shape)]).sum(0)
 
 
 def _relevance(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -525,6 +525,8 @@ def _begin(
         layer_number(options.layer)
     if options.picture == "graph" and options.start_layer is not None:
         raise ValueError("--picture graph draws every layer from the input on; leave --start-layer out")
+    if options.picture == "graph" and options.words and _adds_up(options):
+        raise ValueError("--picture graph of what was carried has one node for each token; leave --words out")
     return options
 
 
@@ -538,6 +540,9 @@ def _write_picture(path: Path, run: Run, answers: list[Relevance], options: Opti
         return
     if any(queries != keys for _, queries, keys in (layer.shape for layer in run.trace.layers)):
         raise ValueError("--picture graph needs layers of as many queries as keys")
+    if (carried := _carried(run, options)) is not None:
+        _draw_carried(path, carried, options)
+        return
     whole = replace(options, query="all", head=None)
     panels = {method: _compute(run, method, whole, "all") for method in ("raw", "rollout", "flow")}
     if options.words:
@@ -546,6 +551,36 @@ def _write_picture(path: Path, run: Run, answers: list[Relevance], options: Opti
     scores = {method: panel.scores for method, panel in panels.items()}
     notes = [f"{method}: {doubt}" for method, panel in panels.items() for doubt in doubts(panel)]
     plots.save_figure(attention_graph(scores, panels["raw"].tokens, query=highlighted, notes=notes), path)
+
+
+def _draw_carried(path: Path, trace: Trace, options: Options) -> None:
+    """The graph of what every layer carried of the score."""
+    from attnflow.methods import relevance
+    from attnflow.show import plots
+    from attnflow.show.graph import attention_graph
+
+    found = relevance(trace, edges="conserved-relevance", carry="layer", layer="all")
+    panels = {f"conserved relevance ({_methods(options)[0]})": found.scores}
+    plots.save_figure(attention_graph(panels, found.tokens), path)
+
+
+def _carried(run: Run, options: Options) -> Trace | None:
+    """A pass that keeps what every layer carried, if the first method is relevance that adds up at every layer."""
+    from attnflow.capturing import capture
+    from attnflow.explaining import usual_target
+
+    if not _adds_up(options):
+        return None
+    rules, target = _methods(options)[0], usual_target(run.trace) if run.target is None else run.target
+    return capture(run.model, run.inputs, tokenizer=run.tokenizer, target=target, rules=rules, keep="relevance")
+
+
+def _adds_up(options: Options) -> bool:
+    """Whether the first method is relevance under rules that conserve it from layer to layer."""
+    from attnflow.capturing.rules import RULES
+
+    first = _methods(options)[0]
+    return first in RULES and RULES[first].adds_up
 
 
 def _write_page(
@@ -565,7 +600,12 @@ def _write_page(
         for method, one in answers.items()
     ]
     start = Start(query=query, words=options.words, drop=options.drop)
-    report(shown, path, trace=run.trace, image=image, command=command_of(sys.argv[1:]), start=start)
+    try:
+        trace = _carried(run, options) or run.trace
+    except ValueError as error:
+        note(f"the page's graph is of attention, not of what was carried: {error}", quiet=options.quiet)
+        trace = run.trace
+    report(shown, path, trace=trace, image=image, command=command_of(sys.argv[1:]), start=start)
 
 
 def _every_query(run: Run, method: str, options: Options, layer: str) -> bool:

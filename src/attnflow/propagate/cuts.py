@@ -92,18 +92,29 @@ def paths(
     """
     if count is not None and count < 0:
         raise ValueError(f"the number of paths must not be negative; it is {count}")
-    kernels = _engine.load_kernels("routes")
     layers, queries, tokens = _ends(top, below, query, token)
     value, carried = _carried(layers)
-    above, under, room = _edges(carried, value * _DUST)
+    found = list[Path]()
+    for amount, (first, *between, last) in taken_apart(carried, count, value):
+        found.append(Path(amount, (int(queries[first]), *between, int(tokens[last]))))
+    return Routes(value, found)
+
+
+def taken_apart(carried: Sequence[Array], count: int | None, value: float | None = None) -> list[Path]:
+    """The routes of a flow from the nodes of the top level to those of the lowest, always the widest that is left.
+
+    carried (query, key): what runs over the edges of each layer, the lowest first. count: how many are wanted, all if
+    absent. value: of the flow, of which a part in 2^45 is rounding; by default all that the top level sends.
+    """
+    kernels = _engine.load_kernels("routes")
+    least = (float(carried[-1].sum()) if value is None else value) * _DUST
+    above, under, room = _edges(carried, least)
     most = len(room) if count is None else min(count, len(room))
-    nodes, amounts = np.empty((most, len(layers) + 1), np.int64), np.empty(most)
-    starts = np.cumsum([0, *(len(layer) for layer in layers[::-1]), layers[0].shape[1]])
-    found = kernels.widest_routes(above, under, room, starts, value * _DUST, 0.0, nodes, amounts)
-    nodes = nodes[:found] - starts[:-1]
-    nodes[:, 0], nodes[:, -1] = queries[nodes[:, 0]], tokens[nodes[:, -1]]
-    listed = zip(amounts[:found].tolist(), nodes.tolist(), strict=True)
-    return Routes(value, [Path(amount, tuple(route)) for amount, route in listed])
+    nodes, amounts = np.empty((most, len(carried) + 1), np.int64), np.empty(most)
+    starts = np.cumsum([0, *(len(layer) for layer in carried[::-1]), carried[0].shape[1]])
+    found = kernels.widest_routes(above, under, room, starts, least, 0.0, nodes, amounts)
+    listed = zip(amounts[:found].tolist(), (nodes[:found] - starts[:-1]).tolist(), strict=True)
+    return [Path(amount, tuple(route)) for amount, route in listed]
 
 
 def _ends(

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from attnflow.show.canvas import blank, foot, label_tokens, title
+from attnflow.show.colour import is_signed
 from attnflow.show.wording import shortened
 
 EDGE = "#1f4e79"
@@ -34,18 +35,22 @@ def attention_graph(
     panels: title -> weights (layer, query, token), layer 0 first. As in the paper every panel joins the nodes of a
     layer to the column at its left. For raw attention that column is what the layer attended to. For rollout and
     flow the edge from query i at layer l towards row j is the score of *input token* j for that node: the column at
-    its left stands in for the input, so that the panels can be compared edge by edge.
+    its left stands in for the input, so that the panels can be compared edge by edge. Of conserved relevance
+    (edges="conserved-relevance", carry="layer", layer="all") the edges are what every layer carried, in two colours:
+    blue speaks for the score, orange against it.
 
-    Width and opacity grow with the weight, on one scale from 0 to the highest weight of all panels. So that it stays
-    readable, edges under 2 per cent of it are left out, and of a layer only the 150 strongest are drawn (all of them up
-    to 12 tokens). Edges of one weight are drawn together or not at all. The foot says what they carry.
-    query: the edges of this query, at every layer, are drawn in a second colour, all those of 2 per cent or more.
+    Width and opacity grow with the size of the weight, on one scale from 0 to the largest of all panels. So that the
+    graph stays readable, edges under 2 per cent of it are left out, and of a layer only the 150 strongest are drawn
+    (all of them up to 12 tokens). Edges of one weight are drawn together or not at all. The foot says what they carry.
+    query: the edges of this query, at every layer, are drawn in a second colour, all those of 2 per cent or more; where
+    colours tell signs, as strongly as they would be in it.
     notes: what the foot says as well, such as the `wording.doubts` of a method.
 
     Raises ValueError for weights that do not fit the tokens, or a query out of range.
     """
     weights = _checked(panels, len(tokens), query)
-    highest = max(float(panel.max(initial=0)) for panel in weights.values())
+    highest = max(float(np.abs(panel).max(initial=0)) for panel in weights.values())
+    signed = any(is_signed(panel) for panel in weights.values())
     layers, count = max(len(panel) for panel in weights.values()), len(tokens)
     height = float(np.clip(0.19 * count, 2, 22))
     figure = blank(1.6 + len(weights) * float(np.clip(0.55 * layers, max(2, 0.4 * height), 7)), height + 1)
@@ -53,27 +58,32 @@ def attention_graph(
     chosen = None if query is None else query % count
     shares: list[str] = []
     for number, (name, panel) in enumerate(weights.items()):
-        drawn = (panel > 0) & (panel >= FAINTEST * highest)
-        strongest = drawn & _strongest(panel, SAME * highest)
-        shares.append(f"{panel[strongest].sum() / (panel.sum() or 1):.0%} of {name}")
-        _draw_edges(axes[number], panel, strongest | (drawn & _of_query(count, chosen)), highest, chosen)
+        sizes = np.abs(panel)
+        drawn = (sizes > 0) & (sizes >= FAINTEST * highest)
+        strongest = drawn & _strongest(sizes, SAME * highest)
+        shares.append(f"{sizes[strongest].sum() / (sizes.sum() or 1):.0%} of {name}")
+        _draw_edges(axes[number], panel, strongest | (drawn & _of_query(count, chosen)), highest, chosen, signed)
         _draw_nodes(axes[number], layers, count)
         title(axes[number], name, figure.get_figwidth() / len(weights) - 0.5)
         if number == 0:
             label_tokens(axes[0].yaxis, tokens, height)
         else:
             axes[number].set_yticks([])
-    foot(figure, [*_notes(shares, highest, tokens, chosen), *notes], [*tokens, *weights])
+    foot(figure, [*_notes(shares, highest, tokens, chosen, signed), *notes], [*tokens, *weights])
     return figure
 
 
-def _notes(shares: Sequence[str], highest: float, tokens: Sequence[str], chosen: int | None) -> list[str]:
+def _notes(shares: Sequence[str], highest: float, tokens: Sequence[str], chosen: int | None, signed: bool) -> list[str]:
     least = f"{FAINTEST * highest:.2g}"
     some = "" if len(tokens) ** 2 <= STRONGEST else f"the {STRONGEST} strongest of each layer, "
-    orange = "" if chosen is None else f"; orange: all of query {shortened(tokens[chosen])} at {chosen}"
+    own = "" if chosen is None else f"all of query {shortened(tokens[chosen])} at {chosen}"
+    if signed:
+        what, colours = "size", ["blue speaks for, orange against", f"strongly drawn: {own}" if own else ""]
+    else:
+        what, colours = "weight", [f"orange: {own}" if own else ""]
     return [
-        f"edges: {some}of weight {least} to {highest:.3g}{orange}",
-        f"the strongest carry, of all weight, {', '.join(shares)}; attnflow.paths tells the routes of a query",
+        "; ".join(filter(None, [f"edges: {some}of {what} {least} to {highest:.3g}", *colours])),
+        f"the strongest carry, of all {what}, {', '.join(shares)}; attnflow.paths tells the routes",
     ]
 
 
@@ -103,18 +113,19 @@ def _of_query(count: int, query: int | None) -> NDArray[np.bool_]:
 
 
 def _draw_edges(
-    axes: Axes, panel: NDArray[np.float64], drawn: NDArray[np.bool_], highest: float, query: int | None
+    axes: Axes, panel: NDArray[np.float64], drawn: NDArray[np.bool_], highest: float, query: int | None, signed: bool
 ) -> None:
     count = panel.shape[1]
     layer, row, token = np.nonzero(drawn)
     weight = panel[layer, row, token]
-    order = np.lexsort((weight, row == query))  # the strongest, and the chosen query's, lie on top
-    layer, row, token, share = layer[order], row[order], token[order], weight[order] / highest
+    order = np.lexsort((np.abs(weight), row == query))  # the strongest, and the chosen query's, lie on top
+    layer, row, token, weight = layer[order], row[order], token[order], weight[order]
+    share = np.abs(weight) / highest
     segments = np.stack([np.stack([layer + 1, row], -1), np.stack([layer, token], -1)], axis=1)
     routes = (row == query)[:, None]
     strongest = 0.7 if query is None else 0.45
     opacity = np.where(routes, 0.3 + 0.7 * share[:, None], 0.06 + (strongest - 0.06) * share[:, None])
-    colour = np.where(routes, to_rgb(ROUTE), to_rgb(EDGE))
+    colour = np.where((weight < 0)[:, None] if signed else routes, to_rgb(ROUTE), to_rgb(EDGE))
     widest = float(np.clip(40 / count, 0.4, 2.6))
     axes.add_collection(
         LineCollection(

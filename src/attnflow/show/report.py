@@ -9,7 +9,7 @@ import base64
 import io
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +33,52 @@ from attnflow.show.wording import (
     why_zero,
 )
 
-SCRIPTS = ("numbers.js", "draw.js", "list.js", "page.js")
+SCRIPTS = ("numbers.js", "flow.js", "draw.js", "list.js", "page.js")
 LARGEST = 200_000_000  # bytes of a page; browsers hold no longer text in one piece with ease
 PHOTOGRAPH = 1024  # pixels, the longer side
 GRAPH_EDGES = 200_000  # that a page holds; of more the strongest of each query
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
-    """The edges of a page's graph: one array (query, key) per layer, the lowest first, of 0 or more.
+class Carried:
+    """What is known of a graph whose edges are conserved relevance, what each layer really carried.
 
-    numbers: of the layers. tokens: labels of the input. queries: positions of the top layer, by rows. edges: what an
-    edge weighs, in words. routes: what is known of some pairs, as mappings of "query", "token", "flow", "paths" (with
-    "amount", "share" and "steps", the positions from the query down) and "cut" (with "layer", "query", "key",
-    "capacity"), with layers as places in `layers`.
+    score: what came down. leaving: what of it leaves the topmost layer. biases: what those of each layer took.
+    received: what each token did. routes: the largest, as mappings of "level" (of the first step: 0 is the input, 1
+    what leaves the lowest layer), "steps" (positions, down), "amount" and "end". all_routes: whether there are no more.
+    """
+
+    score: float
+    leaving: float
+    biases: Sequence[float]
+    received: Sequence[float]
+    routes: Sequence[Mapping[str, Any]]
+    all_routes: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The edges of a page's graph: one array (query, key) per layer, the lowest first, of 0 or more unless `carried`.
+
+    numbers: of the layers. tokens: labels of the input. edges: what an edge weighs, in words. left_out: of each layer
+    the positions that it does not concern. routes: those of pairs that a page does not work out itself, since it does
+    not hold all edges (`holds_all`), as mappings of "query", "token", "flow", "paths" (with "amount", "share" and
+    "steps", the positions from the query down) and "cut" (with "layer", "query", "key", "capacity"), with layers as
+    places in `layers`.
     """
 
     layers: Sequence[NDArray[np.float64]]
     numbers: Sequence[int]
     tokens: Sequence[str]
     edges: str
+    left_out: Sequence[Sequence[int]]
     routes: Sequence[Mapping[str, Any]] = ()
+    carried: Carried | None = None
+
+
+def holds_all(layers: Sequence[NDArray[np.float64]]) -> bool:
+    """Whether a page holds all edges of a graph."""
+    return sum(layer.size for layer in layers) <= GRAPH_EDGES
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +200,8 @@ def python_lines(relevance: Relevance) -> str:
         asked += f", keep={recipe['keep']!r}"
     capture = f"trace = attnflow.capture(model, inputs{asked})  # with its tokenizer, if it has one{of}"
     if groups is not None:
-        lines = [capture, f"relevance = attnflow.group_flow(trace, {plain(groups)!r}{settings})"]
+        asked_edges = f", edges={method.removeprefix('group flow of ')!r}" if " of " in method else ""
+        lines = [capture, f"relevance = attnflow.group_flow(trace, {plain(groups)!r}{asked_edges}{settings})"]
     elif method.startswith("flow, "):
         lines = [capture, f"relevance = attnflow.flow_bounds(trace{settings}).{method.split()[1]}"]
     elif carry:
@@ -249,24 +275,25 @@ def _up_to(relevance: Relevance, place: int) -> Relevance:
 
 
 def _graph(graph: Graph) -> dict[str, Any]:
-    total = sum(layer.size for layer in graph.layers)
     layers = list[dict[str, Any]]()
     for layer in graph.layers:
         edges = np.asarray(layer, dtype=np.float64)
         most = max(1, int(GRAPH_EDGES / sum(len(one) for one in graph.layers)))
-        if total <= GRAPH_EDGES or most >= edges.shape[1]:
+        if holds_all(graph.layers) or most >= edges.shape[1]:
             layers.append({"shape": edges.shape, "weights": pack(edges), "kept": 1.0})
             continue
-        keys = np.sort(np.argpartition(-edges, most - 1, axis=1)[:, :most], axis=1)
+        keys = np.sort(np.argpartition(-np.abs(edges), most - 1, axis=1)[:, :most], axis=1)
         weights = np.take_along_axis(edges, keys, axis=1)
-        kept = float(weights.sum() / (edges.sum() or 1))
+        kept = float(np.abs(weights).sum() / (np.abs(edges).sum() or 1))
         layers.append({"shape": edges.shape, "weights": pack(weights), "keys": pack(keys), "kept": kept})
     return {
         "layers": layers,
         "numbers": list(graph.numbers),
         "tokens": [visible(token) or "␣" for token in graph.tokens],
         "edges": graph.edges,
+        "left_out": graph.left_out,
         "routes": graph.routes,
+        "carried": None if graph.carried is None else asdict(graph.carried),
     }
 
 

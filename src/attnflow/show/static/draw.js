@@ -209,27 +209,28 @@ function graphPlaces(graph, wide) {
 
 /**
  * The graph: tokens down, layers across from the input at the left, edges as wide and as dark as what they carry.
- * chosen: {queries, token, edges, route, cut}: a route is the steps of one path, a cut the edges of a minimum cut.
+ * Of what was carried, what speaks against the score is in the second colour. chosen: {queries, token, edges, route, cut}: a
+ * route is the steps of one path from the top or from `level`, the column that it begins at; a cut the edges of a minimum cut.
  */
 function graphSvg(graph, title, chosen, theme, notes = null, wide = 1100) {
   const places = graphPlaces(graph, wide), { counts, high, x, y } = places;
-  const largest = chosen.edges.reduce((most, edge) => Math.max(most, edge.carries), 0) || 1;
+  const largest = largestOf(chosen.edges.map((edge) => edge.carries)) || 1;
   const widest = Math.max(1.2, Math.min(7, 0.3 * high));
   const line = (layer, query, key, more) => {
     const right = x(layer + 1), left = x(layer), middle = (left + right) / 2;
     return tag("path", { d: `M${left} ${y(key)}C${middle} ${y(key)} ${middle} ${y(query)} ${right} ${y(query)}`, fill: "none", ...more });
   };
-  const drawn = [...chosen.edges].sort((a, b) => a.carries - b.carries).map((edge) => {
-    const share = Math.sqrt(edge.carries / largest);
-    return line(edge.layer, edge.query, edge.key, { stroke: theme.edge, "stroke-width": (0.4 + widest * share).toFixed(2), "stroke-opacity": (0.08 + 0.8 * share).toFixed(3), "stroke-linecap": "round" });
+  const drawn = [...chosen.edges].sort((a, b) => Math.abs(a.carries) - Math.abs(b.carries)).map((edge) => {
+    const share = Math.sqrt(Math.abs(edge.carries) / largest);
+    return line(edge.layer, edge.query, edge.key, { stroke: edge.carries < 0 ? theme.route : theme.edge, "stroke-width": (0.4 + widest * share).toFixed(2), "stroke-opacity": (0.08 + 0.8 * share).toFixed(3), "stroke-linecap": "round" });
   });
   for (const edge of chosen.cut) {
     drawn.push(line(edge.layer, edge.query, edge.key, { stroke: theme.ground, "stroke-width": 6 }),
       line(edge.layer, edge.query, edge.key, { stroke: theme.ink, "stroke-width": 2.5, "stroke-dasharray": "6 4" }));
   }
   chosen.route.slice(1).forEach((key, at) => {
-    const top = graph.layers.length - 1 - at;
-    drawn.push(line(top, chosen.route[at], key, { stroke: theme.route, "stroke-width": 3.5, "stroke-linecap": "round" }));
+    const layer = (chosen.level ?? graph.layers.length) - 1 - at;
+    drawn.push(line(layer, chosen.route[at], key, { stroke: graph.carried ? theme.ink : theme.route, "stroke-width": 3.5, "stroke-linecap": "round" }));
   });
   const reached = new Set(chosen.edges.flatMap((edge) => [`${edge.layer + 1} ${edge.query}`, `${edge.layer} ${edge.key}`]));
   counts.forEach((count, column) => {

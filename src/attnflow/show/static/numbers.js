@@ -326,16 +326,21 @@ function notesOf(answer, layer, scores, ends, units, total) {
 
 // ---------------------------------------------------------------- the graph
 
-/** The edge weights of one layer as rows: calls visit(query, key, weight). */
+/** The edge weights of one layer as rows, but for those of 0: calls visit(query, key, weight). */
 function eachEdge(layer, visit) {
   const [queries, keys] = layer.shape;
   const kept = layer.keys ? layer.weights.length / queries : keys;
   for (let query = 0; query < queries; query++) {
     for (let place = 0; place < kept; place++) {
       const weight = layer.weights[query * kept + place];
-      if (weight > 0) visit(query, layer.keys ? layer.keys[query * kept + place] : place, weight);
+      if (weight !== 0) visit(query, layer.keys ? layer.keys[query * kept + place] : place, weight);
     }
   }
+}
+
+/** Whether the page holds all edges of a graph. */
+function holdsAll(graph) {
+  return graph.layers.every((layer) => !layer.keys);
 }
 
 /**
@@ -367,21 +372,51 @@ function carriedBy(graph, queries, token) {
   });
 }
 
+/**
+ * What each edge of a graph of conserved relevance carried, signed, as carriedBy says it. token: an input position whose
+ * routes alone count, of those that the page holds, or -1 for everything.
+ */
+function carriedTo(graph, token) {
+  return graph.layers.map((layer, at) => {
+    const edges = [];
+    if (token < 0) eachEdge(layer, (query, key, carries) => edges.push({ layer: at, query, key, carries }));
+    else {
+      const [, keys] = layer.shape, total = new Map();
+      for (const route of routesTo(graph, token)) {
+        const down = route.level - 1 - at;
+        if (down < 0) continue;
+        const place = route.steps[down] * keys + route.steps[down + 1];
+        total.set(place, (total.get(place) ?? 0) + route.amount);
+      }
+      for (const [place, carries] of total) edges.push({ layer: at, query: Math.floor(place / keys), key: place % keys, carries });
+    }
+    return edges;
+  });
+}
+
+/** The routes that a page holds of conserved relevance that end at a token, or with -1 all, the largest first; below the topmost layer, the part of each that runs there. */
+function routesTo(graph, token) {
+  const top = graph.layers.length;
+  return graph.carried.routes.filter((route) => token < 0 || (route.end === "token" && route.steps[route.steps.length - 1] === token))
+    .map((route) => (route.level > top ? { ...route, level: top, steps: route.steps.slice(route.level - top) } : route))
+    .filter((route) => route.steps.length);
+}
+
 const MOST_EDGES = 5000; // more are a blot, and slow
 
-/** The strongest edges of each layer that together carry a share of what the layer does; the least share that one does. */
+/** The strongest edges of each layer that together carry a share of what the layer does, signs apart; the least share that one does. */
 function strongest(layers, share) {
   const edges = [], shares = [];
   for (const layer of layers) {
-    const whole = sum(layer.map((edge) => edge.carries));
+    const whole = sum(layer.map((edge) => Math.abs(edge.carries)));
     let carried = 0, drawn = 0;
-    for (const edge of [...layer].sort((a, b) => b.carries - a.carries)) {
+    for (const edge of [...layer].sort((a, b) => Math.abs(b.carries) - Math.abs(a.carries))) {
       if (carried >= share * whole * (1 - 1e-9) || drawn >= MOST_EDGES / layers.length) break;
       edges.push(edge);
-      carried += edge.carries;
+      carried += Math.abs(edge.carries);
       drawn++;
     }
-    shares.push(whole ? carried / whole : 0);
+    shares.push(whole ? carried / whole : 1);
   }
   return { edges, share: Math.min(...shares) };
 }

@@ -551,22 +551,26 @@ function startPage() {
   }
 
   let lens = null;  // the part of the graph that is seen, once it was moved
-  let carried = {};  // what edges carry, for the pair that it was worked out for last
+  let carried = {};  // what edges carry and how much can flow, for the pair that it was worked out for last
+  const ROUTES = 5;  // that are listed of a pair
 
   function drawGraph() {
     const place = data.graph.numbers.indexOf(answer().layers[state.layer]);
     const whole = place < 0 || place === data.graph.layers.length - 1;
     const graph = whole ? data.graph : { ...data.graph, layers: data.graph.layers.slice(0, place + 1), numbers: data.graph.numbers.slice(0, place + 1), routes: [] };
-    const from = graphQueries(graph);
+    const was = graph.carried, from = was ? [] : graphQueries(graph);
     const pair = `${place} ${from} ${state.token}`;
-    if (carried.pair !== pair) carried = { pair, layers: carriedBy(graph, from, state.token) };
-    const { edges, share } = strongest(carried.layers, state.share);
-    const known = graph.routes.find((route) => from.length === 1 && route.query === from[0] && route.token === state.token);
-    const route = known?.paths[state.route]?.steps ?? [];
+    if (carried.pair !== pair) {
+      carried = { pair, layers: was ? carriedTo(graph, state.token) : carriedBy(graph, from, state.token), known: was ? null : flowOf(graph, from) };
+    }
+    const { edges, share } = strongest(carried.layers, state.share), known = carried.known;
+    const routes = was ? routesTo(graph, state.token) : known?.paths ?? [];
+    const { steps: route = [], level } = routes[state.route] ?? {};
     const cut = state.cut && known ? known.cut : [];
-    const to = state.token < 0 ? "" : ` from ${shortened(graph.tokens[state.token] ?? String(state.token))} at ${state.token}`;
-    const title = `what reaches ${reached(from)} in layer ${graph.numbers[graph.numbers.length - 1]}${to}`;
-    const chosen = { queries: from, token: state.token, edges, route, cut };
+    const top = graph.numbers[graph.numbers.length - 1];
+    const token = state.token < 0 ? null : `${shortened(graph.tokens[state.token] ?? String(state.token))} at ${state.token}`;
+    const title = was ? `what was carried of the score${token ? ` to ${token}` : ""}, in layers ${top} to ${graph.numbers[0]}` : `what reaches ${reached(from)} in layer ${top}${token ? ` from ${token}` : ""}`;
+    const chosen = { queries: from, token: state.token, edges, route, level, cut };
     const wide = Math.max(280, panel.clientWidth - 2), drawing = drawnFrom(graphSvg(graph, title, chosen, theme(), null, wide));
     const places = graphPlaces(graph, wide), tall = Math.min(places.height, Math.max(320, 0.75 * innerHeight));
     const all = { x: 0, y: 0, width: places.width, height: places.height };
@@ -605,7 +609,7 @@ function startPage() {
       const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(matrix.inverse());
       const row = Math.floor((point.y - 24) / places.high);
       if (point.x < places.side + places.step / 3 && row >= 0 && row < places.counts[0]) set({ token: row === state.token ? -1 : row });
-      else if (point.x > places.width - places.side - places.step / 3 && row >= 0) choose(answer().rows === "generated" ? row + 1 : row);
+      else if (!was && point.x > places.width - places.side - places.step / 3 && row >= 0) choose(answer().rows === "generated" ? row + 1 : row);
     });
     box.addEventListener("keydown", (event) => {
       const keys = { ArrowLeft: () => pan(-0.1, 0), ArrowRight: () => pan(0.1, 0), ArrowUp: () => pan(0, -0.1), ArrowDown: () => pan(0, 0.1), "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), 0: () => { lens = all; look(); } };
@@ -619,33 +623,71 @@ function startPage() {
       range("Share drawn", "share", 0.05, 1, 0.05, state.share, percent(state.share), (value) => set({ share: value })),
       ...[["Zoom in", () => zoom(1.25)], ["Zoom out", () => zoom(0.8)], ["All", () => { lens = all; look(); }]]
         .map(([name, onclick]) => make("button", { type: "button", onclick, dataset: { key: name } }, name)));
-    const notes = [
-      `edges: ${graph.edges}; drawn by what they carry of what reaches the query, as a product of edges`,
-      `${edges.length} edges are drawn, the strongest of each layer: they carry at least ${percent(share)} of what the layer does`,
-    ];
+    const notes = was ? carriedNotes(graph) : [`edges: ${graph.edges}; drawn by what they carry of what reaches the query, as a product of edges`];
+    const ofWhat = was ? "the sum of sizes in the layer" : "what the layer does";
+    notes.push(`${edges.length} edges are drawn, the strongest of each layer: they carry at least ${percent(share)} of ${ofWhat}`);
     const kept = graph.layers.reduce((least, layer) => Math.min(least, layer.kept), 1);
     if (kept < 1) notes.push(`this page holds the strongest edges of each query: at least ${percent(kept)} of the weight of each layer`);
-    if (graph.layers.some((layer) => Array.from(layer.weights).some((weight) => weight < 0))) notes.push("edges below 0 are left out");
-    return { title, elements: [bar, box, routesOf(graph, known)], notes, svg: () => graphSvg(graph, title, chosen, LIGHT, notes) };
+    return { title, elements: [bar, box, was ? routesCarried(graph, routes) : routesOf(graph, from, known)], notes, svg: () => graphSvg(graph, title, chosen, LIGHT, notes) };
+  }
+
+  /** The flow of the chosen pair: worked out where the page holds all edges, else one of those that it came with. */
+  function flowOf(graph, from) {
+    if (from.length !== 1 || state.token < 0) return undefined;
+    if (holdsAll(graph)) return flowBetween(graph, from[0], state.token, ROUTES);
+    return graph.routes.find((route) => route.query === from[0] && route.token === state.token);
+  }
+
+  /** What must be known of a graph of conserved relevance. */
+  function carriedNotes(graph) {
+    const { score, leaving, biases } = graph.carried, whole = graph.layers.length === data.graph.layers.length;
+    const taken = biases.slice(0, graph.layers.length).map((amount, at) => `${brief(amount, 3, true)} in layer ${graph.numbers[at]}`).reverse();
+    return [
+      `edges: ${graph.edges}; drawn by what they carried of the score ${brief(score, 3, true)}: blue speaks for it, orange against`,
+      ...(whole && Math.abs(score - leaving) > 1e-5 * Math.abs(score) ? [`${brief(leaving, 3, true)} leaves the last layer; the rest, ${brief(score - leaving, 3, true)}, was taken above it`] : []),
+      `biases took ${taken.join(", ")}`,
+      ...(state.token < 0 ? [] : ["of a chosen token only the routes that end there are drawn"]),
+    ];
+  }
+
+  function listed(name, routes, said) {
+    return make("ol", {}, ...routes.map((path, at) => make("li", {}, make("button", {
+      type: "button", dataset: { key: `route-${at}` }, "aria-pressed": String(at === state.route), onclick: () => set({ route: at === state.route ? -1 : at }),
+    }, said(path)), ` ${name(path)}`)));
+  }
+
+  /** The largest routes of conserved relevance, of all or of those that end at the chosen token. */
+  function routesCarried(graph, routes) {
+    const name = (at) => shortened(graph.tokens[at] ?? String(at)), { score, all_routes: all } = graph.carried;
+    const stepsOf = ({ level, steps, end }) => [...steps.map((step, down) => `${name(step)} @ ${graph.numbers[level - 1 - down] ?? "input"}`), ...(end === "token" ? [] : [end])].join(" → ");
+    const known = all ? "" : ` (of the ${graph.carried.routes.length} largest routes, which this page holds)`;
+    if (!routes.length) return make("p", {}, `None of the ${graph.carried.routes.length} largest routes, which this page holds, ends there; ask attnflow.paths.`);
+    const total = sum(routes.map((route) => route.amount));
+    const head = state.token < 0 ? `The largest routes of what was carried${known}`
+      : `${routes.length} routes bring ${brief(total, 3, true)} of the ${brief(graph.carried.received[state.token], 3, true)} that ${name(state.token)} at ${state.token} received${known}; the largest`;
+    const most = state.token < 0 ? 2 * ROUTES : ROUTES;
+    return make("section", { "aria-label": "Routes" }, make("h2", {}, head),
+      listed(stepsOf, routes.slice(0, most), ({ amount }) => `${brief(amount, 3, true)} (${percent(amount / score)} of the score)`),
+      make("p", {}, "A route carries what speaks for the score or what speaks against it. It begins at the top, or where more of both goes on than came in, and ends at a token, in biases, or where it is cancelled by the other sign."));
   }
 
   /** The strongest routes and the minimum cut of the chosen pair, or for which pairs there are any. */
-  function routesOf(graph, known) {
+  function routesOf(graph, from, known) {
     const name = (at) => shortened(graph.tokens[at] ?? String(at));
     if (!known) {
       const pairs = graph.routes.map((route) => `${name(route.token)} at ${route.token}`);
-      return make("p", {}, pairs.length
-        ? `Routes and minimum cuts of a maximum flow were worked out for the query ${name(graph.routes[0].query)} at ${graph.routes[0].query} and the tokens ${pairs.join(", ")}; of other pairs, ask attnflow.paths and attnflow.min_cut.`
-        : graph.layers.length < data.graph.layers.length ? "Routes and minimum cuts were worked out for the topmost layer alone."
-        : "Routes and minimum cuts were not worked out here; ask attnflow.paths and attnflow.min_cut.");
+      return make("p", {}, holdsAll(graph)
+        ? `Choose ${from.length === 1 ? "an input token" : "one query and an input token"} for the routes of the maximum flow between the two and the minimum cut.`
+        : pairs.length
+        ? `This page does not hold all edges. Routes and minimum cuts of a maximum flow were worked out for the query ${name(graph.routes[0].query)} at ${graph.routes[0].query} and the tokens ${pairs.join(", ")}; of other pairs, ask attnflow.paths and attnflow.min_cut.`
+        : "This page does not hold all edges, and routes and minimum cuts were worked out for the topmost layer alone; ask attnflow.paths and attnflow.min_cut.");
     }
+    if (!known.flow) return make("p", {}, `Nothing flows from ${name(known.query)} at ${known.query} to ${name(known.token)} at ${known.token}.`);
     const top = graph.numbers[graph.numbers.length - 1];
     const column = (at) => (top - at < graph.numbers[0] ? "input" : String(top - at));
     return make("section", { "aria-label": "Routes" },
       make("h2", {}, `Maximum flow ${brief(known.flow)} from ${name(known.query)} to ${name(known.token)}: its strongest routes`),
-      make("ol", {}, ...known.paths.map((path, at) => make("li", {}, make("button", {
-        type: "button", dataset: { key: `route-${at}` }, "aria-pressed": String(at === state.route), onclick: () => set({ route: at === state.route ? -1 : at }),
-      }, `${brief(path.amount)} (${percent(path.share)})`), ` ${path.steps.map((step, place) => `${name(step)} @ ${column(place)}`).join(" → ")}`))),
+      listed(({ steps }) => steps.map((step, place) => `${name(step)} @ ${column(place)}`).join(" → "), known.paths, ({ amount, share }) => `${brief(amount)} (${percent(share)})`),
       checkbox(`minimum cut: ${known.cut.length} edges that together let ${brief(known.flow)} through (dashed)`, "cut", state.cut, (cut) => set({ cut })));
   }
 
