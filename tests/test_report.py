@@ -1082,7 +1082,8 @@ def test_parts_move_with_the_tokens_that_are_left(stories):
         ("cp-lrp", {"layer": "all"}),
     ],
 )
-def test_the_lines_of_a_baseline_make_its_scores_again(method, more):
+def test_the_lines_of_a_baseline_make_its_scores_again(method, more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model, words = small_bert(), tokenizer()
     inputs = dict(words("the keys are here", return_tensors="pt"))
     first = attnflow.explain(model, inputs, method, **more)
@@ -1097,7 +1098,8 @@ def test_zeros_of_grad_cam_are_no_lack_of_a_route():
     assert "which Grad-CAM cuts off" in data_of(page([relevance]))["answers"][0]["zero"]
 
 
-def test_a_target_that_no_recipe_holds_is_left_to_the_reader(minilm):
+def test_a_target_that_no_recipe_holds_is_left_to_the_reader(minilm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model, words = minilm
     target = attnflow.similar_to(model, "Where are my keys?", tokenizer=words, pooling="mean")
     inputs = dict(words("the keys are here", return_tensors="pt"))
