@@ -358,6 +358,7 @@ def test_one_output_that_fails_loses_nothing_else(tmp_path, attention_file):
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
 @pytest.mark.parametrize("json_flag", [[], ["--json"]])
 def test_files_are_written_where_nothing_can_be_printed(tmp_path, attention_file, json_flag):

@@ -123,6 +123,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path):
     paths = [tmp_path / f"a{suffix}" for suffix in (".pdf", ".png", ".svg", ".npz", ".json")]
     for path in paths:

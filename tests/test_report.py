@@ -309,6 +309,7 @@ def test_folders_and_evaluations_have_pages(answers, several, evaluation, tmp_pa
     assert "give it alone" in done.stderr
 
 
+@pytest.mark.long
 def test_a_query_that_was_asked_for_is_the_only_one(tmp_path):
     assert run("text", "The keys are here.", "--query", "keys", "-o", "k.html", cwd=tmp_path).returncode == 0
     (answer,) = data_of((tmp_path / "k.html").read_text())["answers"]

@@ -521,6 +521,7 @@ def test_workers_end_with_the_run_that_started_them(tmp_path, saved):
     assert found.table["example"].to_pylist() == list(range(len(TEXTS)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_says_how_to_go_on(tmp_path, saved, workers):
     if processes.cores() < workers:

@@ -27,6 +27,7 @@ from attnflow.show.notebook import html
 from attnflow.show.overlay import DETAIL
 from attnflow.show.plots import (
     attention_graph,
+    draw_map,
     layer_map,
     layer_maps,
     overlay,
@@ -37,6 +38,7 @@ from attnflow.show.plots import (
 )
 from attnflow.show.terminal import show
 from classifiers import sst2
+from test_encoder_decoder import bart, build
 
 HOSTILE = (
     "[CLS]", "[bold]", "[/]", "$x^2$", "a$b", "\\alpha", "_{", "<b>hi</b>", "&amp;", '"><script>', "日本語",
@@ -348,6 +350,23 @@ class TestNotebook:
 
 
 class TestLayerMap:
+    def test_is_drawn_on_axes_of_ones_own_with_lines_between_parts(self):
+        model, inputs = build(bart)
+        trace = attnflow.capture_batch(model, inputs)[0]
+        relevance = attnflow.relevance(trace, "rollout", layer="all")
+        figure = matplotlib.figure.Figure()
+        left, right = figure.subplots(1, 2)
+        assert draw_map(relevance, ax=right) is right
+        assert not left.collections
+        (mesh,) = right.collections
+        np.testing.assert_array_equal(mesh.get_array(), relevance.every_layer.mean(1))
+        (start,) = relevance.recipe["parts"].values()
+        assert [line.get_xdata()[0] for line in right.lines] == [start - 0.5]
+        own = draw_map(relevance)
+        assert own.figure is not figure
+        assert len(layer_map(relevance).axes[0].lines) == 1
+        assert not layer_map(text_relevance()).axes[0].lines
+
     def test_layer_0_is_at_the_foot_and_cells_hold_the_scores(self):
         relevance = text_relevance(layers=4, queries=(1, 2))
         (axes, _) = layer_map(relevance).axes
@@ -948,6 +967,6 @@ def test_users_text_settings_do_not_reach_tokens(tmp_path):
 
 def test_a_sum_over_some_queries_says_which(minilm):
     model, words = minilm
-    for query, expected in ((None, "of the target"), (2, "of the target, at queries 2 alone")):
+    for query, expected in ((None, "of the target"), (2, "of the target, at query 2 alone")):
         found = attnflow.explain(model, "the keys are here", "gradient-sum-over-layers", tokenizer=words, query=query)
         assert wording.query(found) == expected

@@ -204,6 +204,7 @@ def test_pronouns(study, data, tmp_path):
     assert 0 <= rates["position"] <= 1
 
 
+@pytest.mark.long
 def test_a_masked_model_is_asked_at_its_mask(study, shipped, tmp_path):
     import transformers
 

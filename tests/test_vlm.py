@@ -124,6 +124,7 @@ def picture():
     return Image.fromarray(pixels)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", GRIDS)
 def test_the_command_line_explains_what_was_written(run, folder, tmp_path, shipped, family):
     photo, name = shipped / "images" / "horses.jpg", folder(family)

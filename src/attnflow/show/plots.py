@@ -32,6 +32,7 @@ from attnflow.show.wording import rows as rows_of
 
 __all__ = [
     "attention_graph",
+    "draw_map",
     "layer_map",
     "layer_maps",
     "overlay",
@@ -44,6 +45,7 @@ __all__ = [
 
 SIDE_BY_SIDE = 12  # tokens up to which three maps fit beside one another
 READABLE = 40  # tokens up to which a layer x token map is read at the width of a page
+DIVIDER = "#24292f"  # between an encoder and a decoder, a prompt and what a model wrote
 MOST = 10_000  # tokens in all the texts of a picture, about a dozen pages
 
 
@@ -75,9 +77,29 @@ def layer_map(relevance: Relevance) -> Figure:
 
     Colours run from 0 to the highest score of the map and follow the square root of the score, as the colour bar
     shows, so that words remain visible beside the query's own position; if some scores are negative, they run
-    symmetric about 0, which is white. What is exactly 0 is hatched. The foot says what else must be known.
+    symmetric about 0, which is white. What is exactly 0 is hatched. A line divides encoder and decoder, or a prompt and
+    what a model wrote. The foot says what else must be known.
     """
     return layer_maps([relevance])
+
+
+def draw_map(relevance: Relevance, *, ax: Axes | None = None) -> Axes:
+    """The map of `layer_map` alone, on axes to go on editing, for figures of one's own; returns the axes.
+
+    Its colour bar and foot are left out: `axes.collections[0]` is what `figure.colorbar` takes. ax: axes to draw on; by
+    default those of a new figure.
+    """
+    scores, labels, name = rows_of(relevance)
+    width, height = float(np.clip(0.24 * len(relevance.tokens), 2.4, 22)), max(1.0, 0.28 * len(scores))
+    axes = blank(width + 0.8, height + 1.2).subplots() if ax is None else ax
+    _draw_map(axes, relevance, scores, scale(scores, signed=is_signed(relevance.scores)))
+    if name in APART:
+        axes.invert_yaxis()
+    label_tokens(axes.yaxis, labels, height)
+    label_tokens(axes.xaxis, relevance.tokens, width, rotation=90)
+    axes.set_ylabel(name)
+    title(axes, method_and_query(relevance), width)
+    return axes
 
 
 def layer_maps(relevances: Sequence[Relevance]) -> Figure:
@@ -106,7 +128,7 @@ def layer_maps(relevances: Sequence[Relevance]) -> Figure:
     figure, panels, (width, heights) = _panels(rows, len(tokens), beside=beside)
     meshes: dict[bool, Any] = {}
     for number, (axes, relevance, scores) in enumerate(zip(panels, relevances, rows, strict=True)):
-        meshes[signed[number]] = _draw_map(axes, scores, ends[signed[number]])
+        meshes[signed[number]] = _draw_map(axes, relevance, scores, ends[signed[number]])
         if names[number] in APART:
             axes.invert_yaxis()  # what was written first stands first
         if not beside or number == 0 or labels[number] != labels[0]:
@@ -149,7 +171,7 @@ def _panels(
     return figure, panels.ravel().tolist(), (width, heights.tolist())
 
 
-def _draw_map(axes: Axes, scores: NDArray[np.float64], ends: Scale) -> Any:
+def _draw_map(axes: Axes, relevance: Relevance, scores: NDArray[np.float64], ends: Scale) -> Any:
     height, width = scores.shape
     gap = 0.6 if width <= 130 else 0
     hatch(axes.patch)
@@ -164,4 +186,6 @@ def _draw_map(axes: Axes, scores: NDArray[np.float64], ends: Scale) -> Any:
     )
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
+    for start in (relevance.recipe.get("parts") or {}).values():  # a decoder, what a model wrote
+        axes.axvline(start - 0.5, color=DIVIDER, linewidth=1.2)
     return mesh
