@@ -23,7 +23,7 @@ import fuzz_flow
 import reference
 from attnflow.answer import Relevance
 from attnflow.methods import kept_for
-from attnflow.reporting import draw_curves, heads_of
+from attnflow.reporting import draw_curves, graph_of, heads_of
 from attnflow.show import colour, plots, wording
 from attnflow.show.document import in_script
 from attnflow.show.listing import disagreement, examples_of
@@ -555,6 +555,18 @@ def test_a_page_without_all_edges_holds_routes_and_cuts_of_the_readout(tmp_path)
         assert all(len(path["steps"]) == 3 and path["steps"][-1] == route["token"] for path in route["paths"])
 
 
+@pytest.mark.parametrize("settings", [{"edges": "gradient"}, {"edges": "uniform", "residual": 0.3, "start_layer": 2}])
+def test_the_graph_of_edges_and_carrier_without_a_name_is_theirs(minilm, settings):
+    model, words = minilm
+    target = {"target": lambda output: output.last_hidden_state.norm().reshape(1)}
+    trace = attnflow.capture(model, "the keys are here", tokenizer=words, **target)
+    relevance = attnflow.relevance(trace, carry="flow", query=2, **settings)
+    graph = graph_of(trace, [relevance])
+    top, *below = [np.asarray(layer) for layer in reversed(graph.layers)]
+    for token, score in enumerate(relevance.scores[0]):
+        assert reference.flow_by_networkx(top, below[::-1], 2, token) == pytest.approx(score, rel=1e-6)
+
+
 def test_a_page_of_conserved_relevance_holds_what_was_carried(conserved, tmp_path):
     answers, trace = conserved
     text = attnflow.report(answers, tmp_path / "page.html", trace=trace).read_text()
@@ -589,6 +601,13 @@ def test_a_page_of_conserved_relevance_holds_what_was_carried(conserved, tmp_pat
     lower = "{ ...data.graph, layers: data.graph.layers.slice(0, 1) }"
     parts = by_node(text, f"routesTo({lower}, -1).map((one) => [one.level, one.steps.length, one.end])", tmp_path)
     assert all(level == 1 and steps == 1 + (end == "token") for level, steps, end in parts)
+    # Below the topmost layer parts of routes through the same nodes are one, and bring what they brought.
+    lower = "routesTo({ ...data.graph, layers: data.graph.layers.slice(0, 1) }, 2)"
+    parts = by_node(text, lower, tmp_path)
+    ways = [(part["level"], *part["steps"], part["end"], part["amount"] > 0) for part in parts]
+    assert len(set(ways)) == len(ways) < len([one for one in carried["routes"] if one["steps"][-1] == 2])
+    assert sum(part["amount"] for part in parts) == pytest.approx(carried["received"][2], rel=1e-5, abs=1e-6)
+    assert [abs(part["amount"]) for part in parts] == sorted((abs(part["amount"]) for part in parts), reverse=True)
     drawing = """graphSvg(data.graph, "carried", { queries: [], token: -1, cut: [], route: [0, 1], level: 1,
         edges: strongest(carriedTo(data.graph, -1), 1).edges }, LIGHT, [])"""
     strokes = [one.get("stroke") for one in ElementTree.fromstring(by_node(text, drawing, tmp_path)).iter()]

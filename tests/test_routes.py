@@ -169,3 +169,9 @@ def test_tables_show_what_groups_exchange(minilm_trace):
     np.testing.assert_array_equal(scores, exchange.every_layer[-1])
     assert (labels, name) == (["noun", "rest"], "from")
     assert method_and_query(exchange) == "group flow, between groups"
+
+
+@pytest.mark.parametrize("wrong", [["keys"], [0.5]])
+def test_groups_of_anything_but_positions_are_refused(minilm_trace, wrong):
+    with pytest.raises(ValueError, match=r"group 'a' holds positions, whole numbers; it is \["):
+        group_flow(minilm_trace, groups={"a": wrong})

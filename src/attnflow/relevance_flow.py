@@ -76,8 +76,8 @@ def carried_relevance(graph: AttentionGraph) -> CarriedRelevance:
 
 def carried_routes(graph: AttentionGraph, tokens: Sequence[int] | None, top: int | None) -> list[signed.Route]:
     """The largest routes of a graph of `relevance_graph`, those to some tokens or, with None, to any end."""
-    if top is not None and top < 0:
-        raise ValueError(f"the number of paths must not be negative; it is {top}")
+    if top is not None and not (isinstance(top, int) and top >= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"the number of paths must be whole, and must not be negative; it is {top}")
     carried = carried_relevance(graph)
     if tokens is None or top is None:
         found = signed.routes(carried.layers, carried.taken, count=top if tokens is None else None)

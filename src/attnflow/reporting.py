@@ -15,7 +15,7 @@ from attnflow.edges import EDGES
 from attnflow.faithfulness.results import Difference, Evaluation, MeanCurve, Summary
 from attnflow.faithfulness.run import ALWAYS
 from attnflow.graph import attention_graph, holds_relevance
-from attnflow.methods import LEAK, METHODS, Method, raw
+from attnflow.methods import CARRIERS, LEAK, METHODS, Method, raw
 from attnflow.relevance_flow import carried_relevance, carried_routes, relevance_graph
 from attnflow.routes import min_cut, paths
 from attnflow.run_page import save_run_page
@@ -183,7 +183,7 @@ def _choice(trace: Trace, relevances: Sequence[Relevance]) -> _Choice:
         name, settings = one.recipe.get("method", ""), one.recipe.get("settings", {})
         if _is_conserved(name, trace):
             return _Choice("conserved-relevance", {})
-        row = METHODS.get(name)
+        row = METHODS.get(name) or _cell(name)
         if (
             row is not None
             and row.carry in _CARRIERS
@@ -194,6 +194,12 @@ def _choice(trace: Trace, relevances: Sequence[Relevance]) -> _Choice:
             return _Choice(row.edges, {"layer": one.layers[-1], **given})
     top = max(one.layers[-1] for one in relevances)
     return _Choice("attention", {"layer": min(top, len(trace.layers) - 1)})
+
+
+def _cell(name: str) -> Method | None:
+    """The edges and the carrier that a name such as "gradient by flow" is made of."""
+    edges, _, carry = name.partition(" by ")
+    return Method(edges, carry, "") if edges in EDGES and carry in CARRIERS else None
 
 
 def _is_conserved(name: str, trace: Trace) -> bool:

@@ -247,6 +247,8 @@ def _members(groups: Mapping[str, Sequence[int]], queries: int, inputs: int) -> 
         raise ValueError("there are no groups; give at least one name with its positions, such as {'image': range(9)}")
     members = dict[str, list[int]]()
     for name, positions in groups.items():
+        if not all(isinstance(position, int | np.integer) for position in positions):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"group {name!r} holds positions, whole numbers; it is {list(positions)}")
         wrong = [position for position in positions if not -inputs <= position < inputs]
         if wrong:
             raise ValueError(f"group {name!r}: position {wrong[0]} is out of range: there are {inputs} tokens")

@@ -75,7 +75,8 @@ class Options:
     """Write a file, by suffix: a page to explore (.html) or a picture (.png, .svg, .pdf), both of all methods, or data
     (.json, .npz). May be given several times."""
     picture: Literal["map", "graph"] = "map"
-    """What pictures show: layers by tokens (images: the overlay), or the layered graph of raw, rollout and flow."""
+    """What pictures show: layers by tokens (images: the overlay), or the layered graph, of what was carried where the
+    first method is cp-lrp, else of raw, rollout and flow, whatever the methods are."""
     json: Annotated[bool, Parameter(negative=())] = False
     """Print JSON instead of a table."""
     quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative=())] = False
@@ -112,8 +113,8 @@ def text(
         How the embedding is made of the vectors of the tokens. By default what sentence-transformers saved beside the
         model.
     knockout
-        Ask the model too: take so many of the strongest edges of each method out of its attention, and say how far the
-        target changes, beside as many random edges.
+        Ask the model too: take so many of the strongest edges of each method that has any out of its attention, and say
+        how far the target changes, beside as many random edges.
     device
         Where the model runs, as torch names it: cpu, cuda, cuda:1, mps.
     """

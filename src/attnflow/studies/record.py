@@ -74,8 +74,8 @@ def load(path: Path) -> Record:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content.pop("format") != _FORMAT:
-            raise ValueError("another format")
+        if (own := content.pop("format")) != _FORMAT:
+            raise ValueError(f"its format is {own!r}, and {_FORMAT!r} is read: run the study again, or move it away")
         rows: list[list[Any]] = [
             [math.nan if value is None else value for value in row] for row in content.pop("scores")
         ]

@@ -394,12 +394,20 @@ function carriedTo(graph, token) {
   });
 }
 
-/** The routes that a page holds of conserved relevance that end at a token, or with -1 all, the largest first; below the topmost layer, the part of each that runs there. */
+/**
+ * The routes that a page holds of conserved relevance that end at a token, or with -1 all, the largest first. Below the
+ * topmost layer they are the parts of these that run there; parts through the same nodes, of one sign, are one.
+ */
 function routesTo(graph, token) {
-  const top = graph.layers.length;
-  return graph.carried.routes.filter((route) => token < 0 || (route.end === "token" && route.steps[route.steps.length - 1] === token))
-    .map((route) => (route.level > top ? { ...route, level: top, steps: route.steps.slice(route.level - top) } : route))
-    .filter((route) => route.steps.length);
+  const top = graph.layers.length, parts = new Map();
+  for (const route of graph.carried.routes) {
+    if (token >= 0 && (route.end !== "token" || route.steps[route.steps.length - 1] !== token)) continue;
+    const cut = Math.max(0, route.level - top), steps = route.steps.slice(cut);
+    if (!steps.length) continue;
+    const key = `${route.level - cut} ${steps} ${route.end} ${Math.sign(route.amount)}`;
+    parts.set(key, { ...route, level: route.level - cut, steps, amount: route.amount + (parts.get(key)?.amount ?? 0) });
+  }
+  return [...parts.values()].sort((a, b) => Math.abs(b.amount) - Math.abs(a.amount));
 }
 
 const MOST_EDGES = 5000; // more are a blot, and slow

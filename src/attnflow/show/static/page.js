@@ -645,7 +645,8 @@ function startPage() {
     return [
       `edges: ${graph.edges}; drawn by what they carried of the score ${brief(score, 3, true)}: blue speaks for it, orange against`,
       ...(whole && Math.abs(score - leaving) > 1e-5 * Math.abs(score) ? [`${brief(leaving, 3, true)} leaves the last layer; the rest, ${brief(score - leaving, 3, true)}, was taken above it`] : []),
-      `biases took ${taken.join(", ")}`,
+      `biases took ${taken.join(", ")}; what the embedding took below layer 0 is not in the graph`,
+      ...(whole ? [] : [`routes are the parts of those from the topmost layer that run below layer ${graph.numbers[graph.numbers.length - 1]}; attnflow.paths with layer= takes that layer apart anew`]),
       ...(state.token < 0 ? [] : ["of a chosen token only the routes that end there are drawn"]),
     ];
   }
