@@ -105,6 +105,27 @@ def test_a_target_has_the_method_of_targets_and_a_class_its_name(tmp_path, bert)
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("target", [lambda output: output.logits[:1, 1], lambda output: output.logits.mean(1)])
+def test_a_function_of_the_output_is_asked_of_each_example_alone(tmp_path, bert, target):
+    model, words = bert
+    found = run(tmp_path, bert, TEXTS[:5], method=["gradient-rollout", "gradient-norm"], target=target, batch_size=4)
+    for number, text in enumerate(TEXTS[:5]):
+        for method in ("gradient-rollout", "gradient-norm"):
+            same(found.relevance(number, method), explain(model, text, method, tokenizer=words, target=target))
+
+
+def test_a_function_sees_no_padding(tmp_path, minilm):
+    model, words = minilm
+
+    def mean(output):
+        return output.last_hidden_state.mean(1).norm(dim=-1)
+
+    found = run(tmp_path, minilm, TEXTS[:4], method=["gradient-rollout", "gradient-norm"], target=mean, batch_size=4)
+    for number, text in enumerate(TEXTS[:4]):
+        for method in ("gradient-rollout", "gradient-norm"):
+            same(found.relevance(number, method), explain(model, text, method, tokenizer=words, target=mean))
+
+
 @pytest.mark.parametrize("target", [None, "predicted", "label", 2])
 def test_each_example_of_a_batch_has_its_own_target(tmp_path, bert, target):
     model, words = bert

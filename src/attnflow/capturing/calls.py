@@ -174,9 +174,7 @@ def _taken(x: torch.Tensor | None, rows: Rows) -> torch.Tensor | None:
 
 
 def _take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Some rows of the two outer axes as one axis: a view where they are equally spaced. An axis of 1 stands for
-    any number.
-    """
+    """Some rows of the two outer axes as one axis, a view of equally spaced ones. An axis of 1 is any number."""
     firsts, seconds = ([row[axis] if x.shape[axis] > 1 else 0 for row in rows] for axis in (0, 1))
     if len(set(firsts)) == 1:
         return x[firsts[0]][_span(seconds)]

@@ -75,7 +75,8 @@ def run(
     row is what is kept; of several queries the mean of their rows. full: keep every row. top: keep so many tokens of
     each row, those with the highest scores by their size.
     target: a class by its index or name, "predicted", "label" for the class that the label of each example names, a
-    pair for the first class rather than the second, or a function of the model's output.
+    pair for the first class rather than the second, or a function of the model's output, for which examples share no
+    pass.
 
     limit: take the first examples only. shuffle: take them in an order that this seed draws. workers: processes, each
     with its own model and its share of the cores. engine: "ray" takes as many actors of a Ray cluster, of a core and,

@@ -137,7 +137,8 @@ class Worker:
 
     def _holds(self, count: int, tokens: int) -> bool:
         """Whether so many examples of so many tokens may share a pass."""
-        if count > self._plan.batch_size:
+        # What a function of the output does with other examples, or with padding, is not known.
+        if count > (1 if callable(self._plan.target) else self._plan.batch_size):
             return False
         if self._kept is None:  # the first batch tells
             return count <= _FIRST
