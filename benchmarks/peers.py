@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rules import rounded
 from scipy.stats import spearmanr
 
 import attnflow
@@ -190,15 +191,6 @@ def grad_cam(rounds: int) -> dict[str, Any]:
         "map": difference(own[-len(other) :] / own.max(), other / other.max()),
         "peer's time / ours": ratios(ours, peer, rounds),
     }
-
-
-def rounded(value: Any) -> Any:
-    """Numbers to three digits."""
-    if isinstance(value, dict):
-        return {name: rounded(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [rounded(one) for one in value]
-    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def main() -> None:

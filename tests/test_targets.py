@@ -263,3 +263,11 @@ def test_a_layer_behind_the_pooling_is_not_passed_over(tmp_path):
     (tmp_path / "2_Dense").mkdir()
     with pytest.raises(ValueError, match="behind the pooling, by 2_Dense"):
         saved_pooling(str(tmp_path))
+
+
+@pytest.mark.parametrize("first", [lambda output: output.logits[:1, 1], lambda output: output.logits[:, 1].sum()])
+def test_a_function_that_gives_fewer_scores_than_examples_is_refused(first):
+    model, words = small_bert(), tokenizer()
+    inputs = dict(words(["a film", "good film"], return_tensors="pt", padding=True))
+    with pytest.raises(ValueError, match="one score per example, a tensor .* it gave 1 of 2 examples"):
+        capture_batch(model, inputs, tokenizer=words, target=first)

@@ -195,6 +195,11 @@ def capture_batch(
         Trace(own, *labelled, output, facts, chosen and chosen.facts(index) | by_rules, reads=reads)
         for index, (own, labelled, reads) in enumerate(_examples(recording, found, kwargs, names))
     ]
+    if chosen is not None and len(chosen.scores) != len(traces):
+        raise ValueError(
+            f"a target must give one score per example, a tensor (example,); it gave {len(chosen.scores)} of "
+            f"{len(traces)} examples"
+        )
     if not entered:
         return traces
     assert target is not None  # refused above
